@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from benchmarks.measuring import Row, Watch, ratio_quartiles, rounds_of
 from gossamer import runtime
+from gossamer.runtime.arena import bind
 from gossamer.runtime.operators import SparseLayer
 from gossamer.runtime.plan import NativeStep
-from gossamer.runtime.program import Program
 
 ROUNDS = 15
 PEERS = ("torch", "onnxruntime", "openvino")
@@ -250,18 +250,19 @@ def _sparse_layers(engine: runtime.Engine, inputs: Inputs) -> Callable[[], objec
         for size, actual in zip(engine.graph.shapes[name], value.shape, strict=True)
         if isinstance(size, str)
     }
-    binding, programs = inner._plan.bind(sizes, engine.threads), list[Program]()
-    for step, program in zip(inner._plan.steps, binding.programs, strict=True):
-        if isinstance(step, NativeStep):
-            chosen = [isinstance(operator, SparseLayer) for operator in step.operators]
-            program._operators = np.ascontiguousarray(program._operators[chosen])
-            programs.append(program)
+    plan: Any = inner._plan
+    binding: Any = bind(plan, sizes, engine.threads)
+    native = [k for k, step in enumerate(plan.steps) if isinstance(step, NativeStep)]
+    for step in native:
+        chosen = [isinstance(operator, SparseLayer) for operator in plan.steps[step].operators]
+        program = binding.programs[step][1]
+        program._operators = np.ascontiguousarray(program._operators[chosen])
     memory = np.zeros(binding.arena_bytes + 4096, np.uint8)
     arena = memory[-memory.ctypes.data % 4096 :]
 
     def run() -> None:
-        arena[: binding.header] = 0
-        for program in programs:
-            program.run(arena.ctypes.data, engine.threads)
+        binding.clear(arena)
+        for step in native:
+            binding.run(step, arena.ctypes.data, engine.threads)
 
     return run

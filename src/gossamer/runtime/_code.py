@@ -14,6 +14,8 @@ from llvmlite import ir
 
 I1, I8, I16, I32, I64, F32 = (*(ir.IntType(bits) for bits in (1, 8, 16, 32, 64)), ir.FloatType())
 POINTER = ir.PointerType()
+_SPINS = 1 << 15
+"""How often a waiting thread looks before it yields: some 50 µs."""
 Value = Any
 """An `ir.Value`; llvmlite declares no types."""
 
@@ -109,6 +111,27 @@ class Function:
             ir.Function(self.module, ir.FunctionType(returns, [argument.type for argument in arguments]), name)
         return self.build.call(known[name], list(arguments))
 
+    def wait_while(self, counter: Value, comparison: str, value: Value) -> None:
+        """Wait as long as a counter that other threads change compares with the value in this way.
+
+        The thread keeps its core for about as long as an operator takes, and only then lets others run: one that yields
+        to a program in the background may be away for milliseconds.
+        """
+        build, count = self.build, self.variable(I64, integer(0))
+        names = ("wait", "again", "yield", "end")
+        wait, again, leave, end = (self.function.append_basic_block(name) for name in names)
+        build.branch(wait)
+        build.position_at_end(wait)
+        found = build.load_atomic(counter, "acquire", 8, typ=I64)
+        build.cbranch(build.icmp_signed(comparison, found, value), again, end)
+        build.position_at_end(again)
+        count.set(self.add(count.get(), integer(1)))
+        build.cbranch(build.icmp_signed("<", count.get(), integer(_SPINS)), wait, leave)
+        build.position_at_end(leave)
+        self.call("sched_yield", I32)
+        build.branch(wait)
+        build.position_at_end(end)
+
     @contextmanager
     def either(self, condition: Value) -> Generator[tuple[Any, Any]]:
         """Two context managers: for the code if the condition holds, and if it does not."""
@@ -143,9 +166,7 @@ class Kernel(Function):
         build, items = self.build, self["items"]
         taken = self.at(self.arena, self["slot"])
         done = self.at(taken, 8)
-        take, work, wait, pause, end = (
-            self.function.append_basic_block(name) for name in ("take", "work", "wait", "pause", "end")
-        )
+        take, work, wait = (self.function.append_basic_block(name) for name in ("take", "work", "wait"))
         build.branch(take)
         build.position_at_end(take)
         item = build.atomic_rmw("add", taken, integer(1), "monotonic")
@@ -155,12 +176,7 @@ class Kernel(Function):
         build.atomic_rmw("add", done, integer(1), "release")
         build.branch(take)
         build.position_at_end(wait)
-        finished = build.load_atomic(done, "acquire", 8, typ=I64)
-        build.cbranch(build.icmp_signed("<", finished, items), pause, end)
-        build.position_at_end(pause)
-        self.call("sched_yield", I32)
-        build.branch(wait)
-        build.position_at_end(end)
+        self.wait_while(done, "<", items)
 
     def split(self, item: Value, *sizes: Value) -> list[Value]:
         """The index of an item in each of these dimensions, and last what is left."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gossamer.errors import GossamerError, short_error
+from gossamer.runtime.arena import Binding, bind
 from gossamer.runtime.attention import with_attention
 from gossamer.runtime.evaluate import call_operator
 from gossamer.runtime.file import load_plan, save_plan
@@ -21,7 +22,7 @@ from gossamer.runtime.formulas import with_formulas, with_linear_layers
 from gossamer.runtime.graph import Attention, Convolution, Elementwise, Graph, Linear, Node, Ref, simplify, trace
 from gossamer.runtime.integer_layers import IntegerLayer
 from gossamer.runtime.operators import SparseLayer
-from gossamer.runtime.plan import Binding, Plan, TorchStep, build_plan
+from gossamer.runtime.plan import Plan, TorchStep, build_plan
 from gossamer.runtime.trial import trials
 from gossamer.runtime.tuning import tune
 from gossamer.runtime.weights import SparseWeight
@@ -146,7 +147,7 @@ class Engine:
         with self._lock:
             binding = self._bindings.get(key)
             if binding is None:
-                binding = self._bindings[key] = self._plan.bind(sizes, self.threads)
+                binding = self._bindings[key] = bind(self._plan, sizes, self.threads)
                 for op in self._layers:
                     op.release()
             return binding
@@ -200,8 +201,8 @@ class _Call:
         self._copied: set[str] = set()
 
     def run(self, threads: int) -> list[Any]:
-        self._arena[: self._binding.header] = 0
-        for step, program in zip(self._plan.steps, self._binding.programs, strict=True):
+        self._binding.clear(self._arena)
+        for k, step in enumerate(self._plan.steps):
             if isinstance(step, TorchStep):
                 self._values[step.node.output] = _compute(step.node, self._value)
                 continue
@@ -209,8 +210,7 @@ class _Call:
                 if name in self._plan.packed and name not in self._copied:
                     self._pack(name, self._values[self._plan.packed[name]])
                     self._copied.add(name)
-            assert program is not None
-            program.run(self._arena.ctypes.data, threads)
+            self._binding.run(k, self._arena.ctypes.data, threads)
         return [self._value(ref) for ref in self._plan.graph.outputs]
 
     def _value(self, ref: Any) -> Any:
@@ -228,7 +228,8 @@ class _Call:
         place, kind = self._binding.places[name], self._plan.activations[name].kind
         layout = place.layout
         shape = (place.images, layout.channels, layout.height, layout.width)
-        view = self._floats.as_strided(shape, layout.strides(), place.offset // 4 + layout.start)
+        strides = (place.stride // 4, *layout.strides())
+        view = self._floats.as_strided(shape, strides, place.offset // 4 + layout.start)
         if kind == "image":
             return view
         return view[0, :, 0].T if kind == "rows" else view[:, :, 0].mT
@@ -236,7 +237,8 @@ class _Call:
     def _pack(self, name: str, value: Tensor) -> None:
         """Copy a tensor into the arena, with zeros around it."""
         place = self._binding.places[name]
-        self._floats[place.offset // 4 : (place.offset + place.bytes) // 4].zero_()
+        shape, strides = (place.images, place.layout.image_bytes // 4), (place.stride // 4, 1)
+        self._floats.as_strided(shape, strides, place.offset // 4).zero_()
         if (
             self._plan.activations[name].kind == "mask"
         ):  # (batch, heads, queries, keys) as (batch, queries, heads · keys)

@@ -94,9 +94,9 @@ class Layout:
     def image_bytes(self) -> int:
         return 4 * self.channels * self.plane
 
-    def strides(self) -> tuple[int, int, int, int]:
-        """Of a tensor `(batch, channels, height, width)` that begins at `start`, in elements."""
-        return (self.channels * self.plane, self.plane, self.pitch, 1)
+    def strides(self) -> tuple[int, int, int]:
+        """Of a tensor `(channels, height, width)` that begins at `start`, in elements."""
+        return (self.plane, self.pitch, 1)
 
 
 def _up(positions: int) -> int:

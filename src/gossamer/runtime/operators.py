@@ -31,6 +31,13 @@ class Place:
     layout: Layout
     images: int
     offset: int
+    stride: int
+    """Bytes from one image to the next."""
+
+    @classmethod
+    def dense(cls, layout: Layout, images: int, offset: int = 0) -> Place:
+        """One image directly behind the other."""
+        return cls(layout, images, offset, layout.image_bytes)
 
     @property
     def bytes(self) -> int:
@@ -40,7 +47,7 @@ class Place:
         layout = self.layout
         return {
             name: self.offset + 4 * layout.start,
-            f"{name}_image": layout.image_bytes,
+            f"{name}_image": self.stride,
             f"{name}_plane": 4 * layout.plane,
         }
 
@@ -550,7 +557,7 @@ class AttentionHeads(Operator):
             mask = places[self.inputs[3]]
             values |= {
                 "mask": mask.offset,
-                "mask_image": mask.layout.image_bytes if mask.images > 1 else 0,
+                "mask_image": mask.stride if mask.images > 1 else 0,
                 "mask_head": 4 * mask.layout.plane * k.layout.width if self.mask_heads > 1 else 0,
                 "mask_row": 4 * mask.layout.plane,
             }

@@ -1,7 +1,6 @@
 """From a graph to steps: native operators over planar activations where a node has a kernel, torch for the rest.
 
-A plan does not depend on the batch size or the number of tokens. `bind` adds those: layouts, places in one arena, and
-programs.
+A plan does not depend on the batch size or the number of tokens; `arena.bind` adds those.
 """
 
 from __future__ import annotations
@@ -37,17 +36,13 @@ from gossamer.runtime.operators import (
     MaximumPool,
     MeanPool,
     Operator,
-    Place,
     SparseLayer,
     SplitPhases,
     Tap,
     taps,
     window_margins,
 )
-from gossamer.runtime.program import SLOT, Program
 from gossamer.runtime.weights import SparseWeight
-
-_PAGE = 4096
 
 
 @dataclass
@@ -65,18 +60,6 @@ class TorchStep:
 
 
 Step = NativeStep | TorchStep
-
-
-@dataclass
-class Binding:
-    """A plan for one set of sizes."""
-
-    places: dict[str, Place]
-    arena_bytes: int
-    header: int
-    """Bytes at the start of the arena that must be zero before a call."""
-    programs: list[Program | None]
-    """By step; None for one of torch."""
 
 
 @dataclass
@@ -108,7 +91,7 @@ class Plan:
         for name in pitches.names():
             own, root = margins[name], pitches.root(name)
             margin = own.left + own.right if name in split else max(own.left, own.right)
-            needed[root] = max(needed[root], _size(self.activations[name].width, sizes) + margin)
+            needed[root] = max(needed[root], size_of(self.activations[name].width, sizes) + margin)
         # Lanes of attention and of integers are tokens, even if there is one only.
         wide = AttentionHeads | IntegerLayer | MapIntegers
         single = ("rows",) if any(isinstance(operator, wide) for operator in self.operators) else ("rows", "tokens")
@@ -120,7 +103,7 @@ class Plan:
         found: dict[str, Layout] = {}
         for name in pitches.names():
             value = self.activations[name]
-            channels, height, width = (_size(size, sizes) for size in (value.channels, value.height, value.width))
+            channels, height, width = (size_of(size, sizes) for size in (value.channels, value.height, value.width))
             if value.kind in single and width == 1:
                 found[name] = Layout.single(channels)
                 continue
@@ -128,66 +111,13 @@ class Plan:
             found[name] = Layout.of(channels, height, width, needed[pitches.root(name)], margins[name], slack)
         return found
 
-    def bind(self, sizes: Mapping[str, int], threads: int) -> Binding:
-        """Lay out the arena for these sizes, and write the tables of all operators."""
-        layouts = self.layouts(sizes)
-        header = _up(len(self.operators) * SLOT)
-        images = {name: _size(self.activations[name].images, sizes) for name in layouts}
-        free = {name: Place(layout, images[name], 0) for name, layout in layouts.items()}
-        scratch = max((operator.scratch(free) for operator in self.operators), default=0)
-        start = header + _up(threads * scratch)
-        offsets, end = self._offsets({name: place.bytes for name, place in free.items()})
-        places = {name: Place(place.layout, place.images, start + offsets[name]) for name, place in free.items()}
-        programs: list[Program | None] = []
-        slot = 0
-        for step in self.steps:
-            if isinstance(step, TorchStep):
-                programs.append(None)
-                continue
-            calls = [operator.call(places, threads, header) for operator in step.operators]
-            for call in calls:
-                call.table[0] = slot
-                slot += SLOT
-            operators = [(call.address, call.table) for call in calls]
-            programs.append(Program(operators, [call.keep for call in calls]))
-        slack = 4 * max((layout.plane for layout in layouts.values()), default=0) + 2 * _PAGE
-        return Binding(places, start + end + slack, header, programs)
 
-    def _offsets(self, sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
-        """Offsets such that activations which are alive together do not overlap; the largest are placed first."""
-        first, last = dict.fromkeys(self.packed, 0), dict[str, int]()
-        time = 0
-        for step in self.steps:
-            if isinstance(step, NativeStep):
-                uses = [[*operator.inputs, operator.output] for operator in step.operators]
-            else:
-                uses = [step.node.inputs]
-            for names in uses:
-                time += 1
-                for name in names:
-                    if name in sizes:
-                        first.setdefault(name, time)
-                        last[name] = time
-        for value in self.graph.outputs:
-            if isinstance(value, Ref) and value.name in sizes:
-                last[value.name] = time + 1
-        offsets: dict[str, int] = {}
-        for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-            together = (n for n in offsets if first[n] <= last[name] and first[name] <= last[n])
-            start = 0
-            for begin, end in sorted((offsets[other], offsets[other] + sizes[other]) for other in together):
-                if start + sizes[name] <= begin:
-                    break
-                start = max(start, end)
-            offsets[name] = start
-        return offsets, max((offsets[name] + sizes[name] for name in sizes), default=0)
-
-
-def _size(size: Dim | tuple[Dim, ...], sizes: Mapping[str, int]) -> int:
+def size_of(size: Dim | tuple[Dim, ...], sizes: Mapping[str, int]) -> int:
+    """A size of an activation in a call with these sizes."""
     if isinstance(size, tuple):
         product = 1
         for part in size:
-            product *= _size(part, sizes)
+            product *= size_of(part, sizes)
         return product
     return sizes[size] if isinstance(size, str) else size
 
@@ -195,10 +125,6 @@ def _size(size: Dim | tuple[Dim, ...], sizes: Mapping[str, int]) -> int:
 def _aligned(pitch: int) -> int:
     """A pitch with which every row begins at a cache line."""
     return -(-pitch // LANES) * LANES
-
-
-def _up(size: int) -> int:
-    return -(-size // _PAGE) * _PAGE
 
 
 class _Groups:

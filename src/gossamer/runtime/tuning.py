@@ -116,7 +116,7 @@ class _Scratch:
 
     def time(self, op: Operator) -> float:
         names = dict.fromkeys([*op.inputs, op.output])
-        places = {name: Place(self.layouts[name], 1, 4096 + k * self._size) for k, name in enumerate(names)}
+        places = {name: Place.dense(self.layouts[name], 1, 4096 + k * self._size) for k, name in enumerate(names)}
         call = op.call(places, 1, 0)
         program = Program([(call.address, call.table)], call.keep)
         address, counters = self._arena.ctypes.data, self._arena[:SLOT]
