@@ -36,6 +36,7 @@ from benchmarks.runner_speed import runner_speed
 from benchmarks.runtime import runtime_speed, runtime_speed_of_all
 from benchmarks.thinning import thinning
 from benchmarks.thinning_peer import thinning_peer
+from benchmarks.trained_masks import trained_masks
 from benchmarks.training_step import small_training_step, training_step
 from benchmarks.two_of_four_accuracy import two_of_four_accuracy
 
@@ -76,19 +77,22 @@ ON_PHOTOGRAPHS = {"detection-accuracy": detection_accuracy}
 """A long one that also takes photographs with boxes."""
 ON_CIFAR = {"obs-accuracy-cifar": obs_accuracy_on_cifar}
 """A long one that needs CIFAR-10."""
+ON_WEIGHTS = {"runtime-trained": trained_masks}
+"""A long one that needs weights of trained networks."""
 COLOURS = {"met": "green", "accepted": "yellow", "missed": "red"}
 
 console = Console(highlight=False)
 
 
 def main() -> None:
-    known = [*SHORT, *LONG, *ON_DATA, *ON_CIFAR, *ON_PHOTOGRAPHS]
+    known = [*SHORT, *LONG, *ON_DATA, *ON_CIFAR, *ON_PHOTOGRAPHS, *ON_WEIGHTS]
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure what Gossamer costs.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which to run: {', '.join(known)}")
     parser.add_argument("--all", action="store_true", help="the long ones too")
     parser.add_argument("--data", type=Path, metavar="DIR", help="the folder with Fashion-MNIST's IDX files")
     parser.add_argument("--cifar", type=Path, metavar="DIR", help="the folder with CIFAR-10's binary files")
     parser.add_argument("--photographs", type=Path, metavar="DIR", help="a folder with train.json, val.json, images/")
+    parser.add_argument("--weights", type=Path, metavar="DIR", help="a folder with model.json or model.safetensors")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     options = parser.parse_args()
     for name in options.names:
@@ -99,6 +103,7 @@ def main() -> None:
     console.print(", ".join(f"{key} {value}" for key, value in machine().items()), style="dim")
     benchmarks = SHORT | LONG | {name: partial(_on_data, on_data, options.data) for name, on_data in ON_DATA.items()}
     benchmarks |= {name: partial(_on_data, on_cifar, options.cifar) for name, on_cifar in ON_CIFAR.items()}
+    benchmarks |= {name: partial(_on_data, trained, options.weights) for name, trained in ON_WEIGHTS.items()}
     for name, benchmark in ON_PHOTOGRAPHS.items():
         if name in chosen and options.photographs is None:
             console.print(f"{name}: without photographs; --photographs DIR names them", style="yellow")

@@ -118,17 +118,17 @@ def _compare(
     dense = network.build().eval()
     before = torch.get_num_threads()
     with TemporaryDirectory() as folder:
-        file = _exported(dense, network, Path(folder))
+        file = exported(dense, network.inputs(2), Path(folder))
         integers = _quantized(file, network)
         for share in shares:
             engine = runtime.compile(with_zeros(dense, share), network.inputs(2), threads=1)
             for count in threads:
                 torch.set_num_threads(count)
-                session, integer_session = _session(file, count), _session(integers, count)
+                floats, quantized = onnxruntime_session(file, count), onnxruntime_session(integers, count)
                 for batch in batches:
                     engine.threads, inputs = count, network.inputs(batch)
-                    contenders = _contenders(dense, engine, session, inputs)
-                    contenders["onnxruntime int8"] = _onnxruntime(integer_session, inputs)
+                    contenders = _contenders(dense, engine, floats, inputs)
+                    contenders["onnxruntime int8"] = onnxruntime_call(quantized, inputs)
                     contenders |= _openvino(file, count, inputs)
                     contenders["sparse layers"] = _sparse_layers(engine, inputs)
                     # Further engines of the same network, such as int8 in blocks of four, are contenders here.
@@ -150,7 +150,7 @@ def _contenders(
     return {
         "ours": lambda: engine(*inputs),
         "torch": torch_dense,
-        "onnxruntime": _onnxruntime(session, inputs),
+        "onnxruntime": onnxruntime_call(session, inputs),
     }
 
 
@@ -179,20 +179,21 @@ def _row(
     )
 
 
-def _exported(model: nn.Module, network: Network, folder: Path) -> Path:
-    example, path = network.inputs(2), folder / "dense.onnx"
+def exported(model: nn.Module, example: Inputs, folder: Path) -> Path:
+    """An ONNX file of the model, for any batch size if the example's is at least 2."""
+    path = folder / "dense.onnx"
     dynamic = tuple({0: torch.export.Dim.AUTO} for _ in example)
     torch.onnx.export(model, example, path, dynamo=True, dynamic_shapes=dynamic, verbose=False)
     return path
 
 
-def _session(path: Path, threads: int) -> Any:
+def onnxruntime_session(path: Path, threads: int) -> Any:
     options: Any = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
-def _onnxruntime(session: Any, inputs: Inputs) -> Callable[[], object]:
+def onnxruntime_call(session: Any, inputs: Inputs) -> Callable[[], object]:
     feeds = {put.name: value.numpy() for put, value in zip(session.get_inputs(), inputs, strict=True)}
     return lambda: session.run(None, feeds)
 
@@ -200,7 +201,7 @@ def _onnxruntime(session: Any, inputs: Inputs) -> Callable[[], object]:
 def _quantized(path: Path, network: Network) -> Path:
     """The dense network in 8-bit integers: onnxruntime's static quantization, calibrated on random inputs."""
     quantization: Any = import_module("onnxruntime.quantization")
-    target, names = path.with_name("integers.onnx"), [put.name for put in _session(path, 1).get_inputs()]
+    target, names = path.with_name("integers.onnx"), [put.name for put in onnxruntime_session(path, 1).get_inputs()]
     images = network.inputs(1)[0].dim() == 4
 
     class Random(quantization.CalibrationDataReader):
