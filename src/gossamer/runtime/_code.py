@@ -104,6 +104,10 @@ class Function:
         single = self.build.insert_element(undefined, value, ir.Constant(I32, 0))
         return self.build.shuffle_vector(single, undefined, everywhere)
 
+    def opaque(self, value: Value) -> Value:
+        """The same pointer or integer, in a register, without what LLVM knows about how it was computed."""
+        return self.build.asm(ir.FunctionType(value.type, [value.type]), "", "=r,0", [value], False)
+
     def call(self, name: str, returns: Value, *arguments: Value) -> Value:
         """Call an intrinsic or an external function."""
         known: dict[str, Value] = self.module.globals

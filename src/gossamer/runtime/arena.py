@@ -86,7 +86,7 @@ def bind(plan: Plan, sizes: Mapping[str, int], threads: int) -> Binding:
         operators = [operator for step in steps for operator in _operators(plan, step)]
         header = _up(len(operators) * SLOT)
         first = header + _up(used * max((operator.scratch(own) for operator in operators), default=0))
-        offsets, end = _offsets(plan, {name: place.bytes for name, place in own.items()})
+        offsets, end = _offsets(plan, own)
         part = Part(start, header, _up(first + end + slack), count)
         own = {name: Place.dense(place.layout, place.images, first + offsets[name]) for name, place in own.items()}
         slot = 0
@@ -129,24 +129,36 @@ def _names(plan: Plan, step: int) -> Collection[str]:
     return {name for operator in _operators(plan, step) for name in (*operator.inputs, operator.output)}
 
 
-def _offsets(plan: Plan, sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Offsets such that activations which are alive together do not overlap; the largest are placed first."""
+def _offsets(plan: Plan, places: Mapping[str, Place]) -> tuple[dict[str, int], int]:
+    """Offsets such that activations which are alive together do not overlap; the largest are placed first.
+
+    A result takes the place of an input that its operator overwrites, if nothing else uses that input afterwards.
+    """
     first, last = dict.fromkeys(plan.packed, 0), dict[str, int]()
-    time = 0
+    uses: list[tuple[Operator | None, list[str]]] = []
     for step in plan.steps:
         if isinstance(step, NativeStep):
-            uses = [[*operator.inputs, operator.output] for operator in step.operators]
+            uses += [(operator, [*operator.inputs, operator.output]) for operator in step.operators]
         else:
-            uses = [step.node.inputs]
-        for names in uses:
-            time += 1
-            for name in names:
-                if name in sizes:
-                    first.setdefault(name, time)
-                    last[name] = time
+            uses.append((None, step.node.inputs))
+    for time, (_, names) in enumerate(uses, 1):
+        for name in names:
+            if name in places:
+                first.setdefault(name, time)
+                last[name] = time
     for value in plan.graph.outputs:
-        if isinstance(value, Ref) and value.name in sizes:
-            last[value.name] = time + 1
+        if isinstance(value, Ref) and value.name in places:
+            last[value.name] = len(uses) + 1
+    shared: dict[str, str] = {}
+    """By result: the input whose place it takes."""
+    for time, (operator, _) in enumerate(uses, 1):
+        name = None if operator is None else operator.overwrites
+        if operator is None or name is None or name not in places or last[name] != time:
+            continue
+        if first[operator.output] == time and places[name].layout == places[operator.output].layout:
+            root = shared[operator.output] = shared.get(name, name)
+            last[root] = last[operator.output]
+    sizes = {name: place.bytes for name, place in places.items() if name not in shared}
     offsets: dict[str, int] = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         together = (n for n in offsets if first[n] <= last[name] and first[name] <= last[n])
@@ -156,7 +168,8 @@ def _offsets(plan: Plan, sizes: Mapping[str, int]) -> tuple[dict[str, int], int]
                 break
             start = max(start, end)
         offsets[name] = start
-    return offsets, max((offsets[name] + sizes[name] for name in sizes), default=0)
+    end = max((offsets[name] + size for name, size in sizes.items()), default=0)
+    return offsets | {name: offsets[root] for name, root in shared.items()}, end
 
 
 def _up(size: int) -> int:

@@ -17,7 +17,7 @@ from gossamer.runtime.graph import Steps
 from gossamer.runtime.kernels import convolution, planes, tokens, vectors
 from gossamer.runtime.layout import LANES, Layout, Margins
 from gossamer.runtime.vectors import restored, vector_weights
-from gossamer.runtime.weights import Array, SparseWeight, ordered
+from gossamer.runtime.weights import Array, SparseWeight, ordered, rows_by_length
 
 Arrays = dict[str, Array]
 _Order = tuple[int, int, tuple[int, ...], object]
@@ -79,6 +79,11 @@ class Operator(ABC):
         """Activations whose rows must have the same distance."""
         return [*self.inputs, self.output]
 
+    @property
+    def overwrites(self) -> str | None:
+        """An input whose place in memory the result may take: each value is read before the result is written there."""
+        return None
+
     def scratch(self, places: Places) -> int:
         """Bytes of memory that each thread needs for itself."""
         return 0
@@ -138,6 +143,13 @@ def window_margins(window: Sequence[Tap], grown: tuple[int, int] = (0, 0)) -> Ma
 
 _SPARSE = 0.6
 """The share of zeros from which rows hardly ever share loads."""
+_SEGMENTS = 8
+"""Parts of a layer's rows that threads take; each is sorted by length."""
+
+
+def _segment(blocks: int) -> int:
+    """Blocks of rows in each part."""
+    return -(-blocks // _SEGMENTS)
 
 
 @dataclass
@@ -176,6 +188,11 @@ class SparseLayer(Operator):
         first, planes = self.window[0], self.weight.shape[1] * self.groups
         planes += first.phase * self.phase_channels
         return len(self.window) == 1 and first.down == first.right == 0 and planes <= 1 << 16
+
+    @property
+    def overwrites(self) -> str | None:
+        source, *added = self.inputs
+        return added[0] if added and added[0] != source else None
 
     @property
     def takes_vectors(self) -> bool:
@@ -246,14 +263,17 @@ class SparseLayer(Operator):
         offsets = 4 * (plane * source.plane + where[:, 1] * source.pitch + right)
         if not self.indexed and offsets.size and int(np.abs(offsets).max()) >= 1 << 31:
             raise GossamerError(f"'{self.inputs[0]}': one image has more than 2 GB, which kernels do not support")
-        group = ((c // chunk) * blocks + block) * len(columns) + np.array(classes)[position]
-        order = np.argsort(group, kind="stable")
+        order = rows_by_length((c // chunk) * blocks + block, chunks, blocks, _segment(blocks))
+        ranks = np.argsort(order, axis=1)
+        group = ((c // chunk) * blocks + ranks[c // chunk, block]) * len(columns) + np.array(classes)[position]
+        sequence = np.argsort(group, kind="stable")
         counts = np.bincount(group, minlength=chunks * blocks * len(columns)).reshape(chunks, -1)
         ends = np.cumsum(counts).reshape(chunks, -1)
         found: Arrays = {
+            "order": order.astype(np.int32),
             "starts": np.concatenate([ends[:, :1] - counts[:, :1], ends], axis=1).astype(np.int32),
-            "offsets": plane[order].astype(np.uint16) if self.indexed else offsets[order].astype(np.int32),
-            "values": np.ascontiguousarray(values[order]),
+            "offsets": plane[sequence].astype(np.uint16) if self.indexed else offsets[sequence].astype(np.int32),
+            "values": np.ascontiguousarray(values[sequence]),
             "bias": np.ascontiguousarray(self.bias.numpy()),
         }
         self._weights[key] = found
@@ -278,7 +298,7 @@ class SparseLayer(Operator):
         elif len(self._weights) == 1:
             ((chunk, rows, columns, _), arrays), *_ = self._weights.items()
             if rows == 1:
-                self.weight.lend(arrays["values"], partial(ordered, chunk=chunk, columns=columns))
+                self.weight.lend(arrays["values"], partial(ordered, chunk=chunk, columns=columns, segment=_segment(self.weight.shape[0])))
 
     def _vector_call(self, places: Places, threads: int) -> Call:
         """The call for single rows."""
@@ -317,7 +337,8 @@ class SparseLayer(Operator):
         groups = 1
         if threads > 1:
             groups = min(-(-8 * threads // (tiles * target.images)), max(1, blocks // 8))
-        group_blocks = -(-blocks // groups)
+        segment = _segment(blocks)
+        group_blocks = -(-blocks // (groups * segment)) * segment
         groups = -(-blocks // group_blocks)
         arrays = {**self.weights(source.layout, columns), "valid": valid_positions(layout), **_steps(self.steps)}
         residual = len(self.inputs) > 1

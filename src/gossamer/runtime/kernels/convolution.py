@@ -4,7 +4,7 @@ For one output channel, each non-zero weight is a distance in the input and a va
 with the inputs at that distance from the tile, and added to accumulators that stay in registers. Several channels that
 have their non-zero weights at the same positions share the loads of the inputs: dense layers, and zeros in blocks along
 output channels. Input channels come in chunks, so that what a tile reads stays in the first-level cache; between chunks
-the sums are kept in the output.
+the sums are kept in the output. In each chunk, rows come in the order of their number of weights.
 
 A vector that is read at a distance which is no multiple of its size crosses two cache lines and costs two loads. Where
 rows begin at cache lines and a tile consists of whole rows, the weights of an output channel are therefore taken column
@@ -21,7 +21,7 @@ from gossamer.runtime.kernels.epilogue import activate, round_to_steps
 
 FIELDS = (
     *("x", "x_image", "x_plane", "y", "y_image", "y_plane", "r", "r_image", "r_plane"),  # bytes in the arena
-    *("starts", "offsets", "values", "bias", "steps", "valid"),  # addresses of constants
+    *("starts", "order", "offsets", "values", "bias", "steps", "valid"),  # addresses of constants
     *("blocks", "chunks", "tiles", "wide_tiles", "groups", "group_blocks", "head", "tail"),
 )
 _BUSY = 8
@@ -124,14 +124,19 @@ def _tile(
         chunk_starts = f.at(starts, f.mul(f.mul(chunk, f.add(f.mul(blocks, len(columns)), integer(1))), 4))
         is_first = build.icmp_signed("==", chunk, integer(0))
         is_last = build.icmp_signed("==", chunk, f.add(chunks, integer(-1)))
+        chunk_order = f.at(f.pointer("order"), f.mul(f.mul(chunk, blocks), 4))
         with f.loop(first, last) as block:
-            row = f.mul(block, rows)
+            row = f.mul(build.sext(f.load(f.at(chunk_order, f.mul(block, 4)), I32), I64), rows)
             outputs = [f.at(y, f.mul(f.add(row, integer(k)), y_plane)) for k in range(rows)]
             with f.either(is_first) as (then, otherwise):
                 with then:
                     for k, own in enumerate(sums):
-                        value = f.splat(f.load(f.at(bias, f.mul(row, 4)), F32, 4 * k), lanes)
-                        for total in own:
+                        start = f.splat(f.load(f.at(bias, f.mul(row, 4)), F32, 4 * k), lanes)
+                        added = f.at(r, f.mul(f.add(row, integer(k)), r_plane))
+                        for j, total in enumerate(own):
+                            value = start
+                            if residual:  # here and not at the end: the result may be written in the same place
+                                value = build.fadd(start, f.load(added, vector, j * step, align=step))
                             total.set(value)
                 with otherwise:
                     for output, own in zip(outputs, sums, strict=True):
@@ -147,6 +152,7 @@ def _tile(
                 else:
                     source = f.at(x, build.sext(f.load(offsets, I32, f.mul(i, 4)), I64))
                 weights = f.at(values, f.mul(i, 4 * rows))
+                source = f.opaque(source)  # one addition instead of one in every load
                 inputs = [f.load(source, vector, k * step, align=align) for k in range(vectors)]
                 for k, own in enumerate(totals):
                     weight = f.splat(f.load(weights, F32, 4 * k), lanes)
@@ -173,13 +179,9 @@ def _tile(
                         extra.set(zero)
             _rotate(f, sums, -turned)
             with build.if_then(is_last):
-                for index, (output, own) in enumerate(zip(outputs, sums, strict=True)):
-                    added = f.at(r, f.mul(f.add(row, integer(index)), r_plane))
+                for output, own in zip(outputs, sums, strict=True):
                     for k, total in enumerate(own):
-                        value = total.get()
-                        if residual:
-                            value = build.fadd(value, f.load(added, vector, k * step, align=step))
-                        value = activate(f, value, activation)
+                        value = activate(f, total.get(), activation)
                         if rounded:
                             value = round_to_steps(f, value, f.pointer("steps"))
                         total.set(keep_valid(f, value, valid, k))
@@ -219,7 +221,9 @@ def clear_margins(
     f: Function, output: Value, head: Value, tail: Value, vectors: int, lanes: int, fill: Value | None = None
 ) -> None:
     """Write `head` vectors of zeros, or of `fill`, in front of a tile and `tail` behind it."""
-    fill, step = ir.Constant(ir.VectorType(F32, lanes), None) if fill is None else fill, 4 * lanes
+    step = 4 * lanes
+    if fill is None:  # a zero that LLVM does not know, so that it stores vectors instead of calling memset
+        fill = f.build.bitcast(f.splat(f.opaque(ir.Constant(I32, 0)), lanes), ir.VectorType(F32, lanes))
     with f.loop(integer(0), head) as k:
         f.store(fill, output, f.build.neg(f.mul(f.add(k, integer(1)), step)), align=step)
     with f.loop(integer(0), tail) as k:
