@@ -37,11 +37,26 @@ def _sizes(plan: Plan) -> set[str]:
         (nn.Conv2d(6, 6, (5, 3), padding=(2, 3), dilation=(1, 3)), (17, 29), [-3, 0, 3]),
         (nn.Conv2d(6, 9, 3, padding=1, groups=3), (14, 15), [-1, 0, 1]),
         (nn.Conv2d(5, 6, (1, 17), padding=(0, 8)), (3, 55), list(range(-8, 9))),
-        (nn.Conv2d(5, 6, 3, 2, 1), (28, 28), [0]),
+        (nn.Conv2d(5, 6, 3, 2, 1), (28, 28), [-1, 0]),
+        (nn.Conv2d(5, 6, 5, 2, 2), (27, 55), [-1, 0, 1]),
+        (nn.Conv2d(5, 6, 7, 3, 3), (40, 42), [-1, 0, 1]),
         (nn.Conv2d(5, 6, (3, 1), padding=(1, 0)), (14, 16), [0]),
         (nn.Conv2d(5, 6, 3, padding=1), (14, 17), [0]),
     ],
-    ids=["14", "two-vectors", "no-padding", "wide-padding", "dilation", "groups", "long", "stride", "column", "waste"],
+    ids=[
+        "14",
+        "two-vectors",
+        "no-padding",
+        "wide-padding",
+        "dilation",
+        "groups",
+        "long",
+        "stride",
+        "wide-stride",
+        "thirds",
+        "column",
+        "waste",
+    ],
 )
 def test_every_width_of_a_tile_gives_the_result_of_torch(
     conv: nn.Conv2d, size: tuple[int, int], columns: list[int]

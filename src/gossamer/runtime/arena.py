@@ -152,10 +152,13 @@ def _offsets(plan: Plan, places: Mapping[str, Place]) -> tuple[dict[str, int], i
     shared: dict[str, str] = {}
     """By result: the input whose place it takes."""
     for time, (operator, _) in enumerate(uses, 1):
-        name = None if operator is None else operator.overwrites
-        if operator is None or name is None or name not in places or last[name] != time:
+        if operator is None or operator.output not in places:
             continue
-        if first[operator.output] == time and places[name].layout == places[operator.output].layout:
+        layout = places[operator.output].layout
+        name = operator.overwrites(layout)
+        if name is None or name not in places or last[name] != time or first[operator.output] != time:
+            continue
+        if places[name].layout == layout:
             root = shared[operator.output] = shared.get(name, name)
             last[root] = last[operator.output]
     sizes = {name: place.bytes for name, place in places.items() if name not in shared}

@@ -71,8 +71,7 @@ class IntegerLayer(Operator):
     """What the result's integers stand for; None for floats."""
     _weights: dict[object, Arrays] = field(default_factory=dict[object, Arrays], repr=False)
 
-    @property
-    def overwrites(self) -> str | None:
+    def overwrites(self, layout: Layout) -> str | None:
         source, *added = self.inputs
         fits = added and added[0] != source and (self.added is None) == (self.steps is None)
         return added[0] if fits else None

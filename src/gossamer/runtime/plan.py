@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -470,6 +470,7 @@ class _Builder:
         phase = split.phases.index
         window = [Tap(phase((row[0], column[0])), row[1], column[1]) for row in rows for column in columns]
         margin = window_margins(window)
+        margin = replace(margin, below=margin.below + 1)  # aligned loads reach the left margin of one more row
         split.margin = split.margin.union(margin)
         channels = cast(int, incoming.channels)
         channels = (channels if held is None else quads(channels)) * len(split.phases)

@@ -14,7 +14,7 @@ from gossamer.runtime.plan import Plan
 from gossamer.runtime.program import SLOT, Program
 from gossamer.runtime.vectors import FORMS
 
-_WIDTHS = (2, 3, 4, 6, 8, 12, 14, 16, 20)
+_WIDTHS = (2, 3, 4, 5, 6, 8, 12, 14, 16, 20)
 """Widths of tiles to try, in vectors."""
 _CHUNKS = (16, 32, 64, 128, 512)
 """Input channels per chunk to try."""
@@ -170,7 +170,7 @@ def _shared_rows(op: SparseLayer) -> Iterator[int]:
     """Numbers of output channels to take together: where most of their weights are non-zero together."""
     yield 1
     mask = op.weight.mask
-    for rows in (2, 4):
+    for rows in (2, 4, 8):
         if mask.shape[0] // op.groups % rows == 0:
             union = np.count_nonzero(mask.reshape(-1, rows, *mask.shape[1:]).any(axis=1))
             if op.weight.count > 0.5 * rows * union:
