@@ -16,6 +16,8 @@ I1, I8, I16, I32, I64, F32 = (*(ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 POINTER = ir.PointerType()
 _SPINS = 1 << 15
 """How often a waiting thread looks before it yields: some 50 µs."""
+_TAKES = 64
+"""About how often threads together take items of an operator."""
 Value = Any
 """An `ir.Value`; llvmlite declares no types."""
 
@@ -166,18 +168,24 @@ class Kernel(Function):
 
     @contextmanager
     def each_item(self) -> Generator[Value]:
-        """Run the block for each item that this thread takes, then wait until all items are done."""
+        """Run the block for each item that this thread takes, then wait until all items are done.
+
+        Threads take several items at a time where there are many: taking costs as much as a small plane.
+        """
         build, items = self.build, self["items"]
+        several = self.call("llvm.smax.i64", I64, build.sdiv(items, integer(_TAKES)), integer(1))
         taken = self.at(self.arena, self["slot"])
         done = self.at(taken, 8)
         take, work, wait = (self.function.append_basic_block(name) for name in ("take", "work", "wait"))
         build.branch(take)
         build.position_at_end(take)
-        item = build.atomic_rmw("add", taken, integer(1), "monotonic")
-        build.cbranch(build.icmp_signed("<", item, items), work, wait)
+        first = build.atomic_rmw("add", taken, several, "monotonic")
+        build.cbranch(build.icmp_signed("<", first, items), work, wait)
         build.position_at_end(work)
-        yield item
-        build.atomic_rmw("add", done, integer(1), "release")
+        last = self.call("llvm.smin.i64", I64, build.add(first, several), items)
+        with self.loop(first, last) as item:
+            yield item
+        build.atomic_rmw("add", done, build.sub(last, first), "release")
         build.branch(take)
         build.position_at_end(wait)
         self.wait_while(done, "<", items)

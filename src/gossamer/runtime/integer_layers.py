@@ -5,6 +5,7 @@ Activations of integers hold four channels in each 32-bit element, see `kernels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -124,11 +125,42 @@ class IntegerLayer(Operator):
             "offsets": plane.astype(np.uint16) if self._indexed else offsets.astype(np.int32),
             "values": np.ascontiguousarray(values),
             "start_sums": (-int(self.source[1]) * padded.sum((1, 2), dtype=np.int64)).astype(np.int32),
-            "factors": _padded(self.source[0] * self.weight.scale, rows),
-            "shifts": _padded(self.bias.numpy(), rows),
+            **self._epilogue(rows),
         }
         self._weights[key] = found
         return found
+
+    def _epilogue(self, rows: int) -> Arrays:
+        """What makes results of sums, in float64 before it is rounded once.
+
+        A sum times the factor of its channel is in units of the rounding, else of the result's steps, else of 1. ReLU
+        is a bound of the result's integers.
+        """
+        assert self.weight.scale is not None
+        merged = self.steps is not None and self.kernel_activation is None
+        size, zero, least, most = self.steps or (1.0, 0.0, 0.0, 0.0)
+        unit, rest = (1 / size, zero) if merged else (1.0, 0.0)
+        scale, shift = self.source[0] * self.weight.scale.astype(np.float64), self.bias.numpy().astype(np.float64)
+        found: dict[str, Sequence[float]] = {}
+        if self.rounding is None:
+            scale, shift = scale * unit, shift * unit + rest
+        else:
+            step, nothing, low, high = self.rounding
+            scale, shift = scale / step, shift / step
+            found["rounding"] = (low - nothing, high - nothing, step * unit, rest)
+        step, nothing = (1.0, 0.0) if self.added is None else self.added[:2]
+        found["residual"] = (step * unit, (0.0 if self.rounding is None else rest) - nothing * step * unit)
+        if merged and self.activation is not None:
+            least = max(least, zero)
+            most = min(most, zero + round(6 / size)) if self.activation == "relu6" else most
+        found["steps"] = (least, most, 1 / size, zero)
+        arrays = {name: np.array(numbers, np.float32) for name, numbers in found.items()}
+        return {"factors": _padded(scale, rows), "shifts": _padded(shift, rows), **arrays}
+
+    @property
+    def kernel_activation(self) -> str | None:
+        """The activation that the kernel computes; a result of integers has ReLU as a bound."""
+        return None if self.steps is not None and self.activation in ("relu", "relu6") else self.activation
 
     @property
     def weight_bytes(self) -> int:
@@ -139,8 +171,6 @@ class IntegerLayer(Operator):
         source, target = places[self.inputs[0]], places[self.output]
         layout, packed = target.layout, self.steps is not None
         arrays = {**self.weights(source.layout), "valid": valid_positions(layout)}
-        given = {"rounding": self.rounding, "residual_steps": self.added, "steps": self.steps}
-        arrays |= {name: _step_constants(steps) for name, steps in given.items() if steps is not None}
         blocks = quads(self.weight.shape[0])
         shared = len(arrays["starts"]) == blocks + 1 and arrays["values"].ndim == 3
         tiles = -(-layout.vectors // (_WIDEST_SHARED if shared else _WIDEST))
@@ -169,7 +199,7 @@ class IntegerLayer(Operator):
             "items": target.images * tiles * groups,
         }
         rounded = self.rounding is not None
-        kernel = (wide, shared, self.activation, residual, self._indexed, rounded, packed, has_vnni())
+        kernel = (wide, shared, self.kernel_activation, residual, self._indexed, rounded, packed, has_vnni())
         return table_call(kernel_address(integers.integer_convolution, *kernel), integers.FIELDS, values, arrays)
 
 

@@ -80,7 +80,7 @@ class Operator(ABC):
         return [*self.inputs, self.output]
 
     def overwrites(self, layout: Layout) -> str | None:
-        """An input whose place in memory a result of this layout may take: it is read where and before it is written."""
+        """An input whose place in memory a result of this layout may take: each value is read before it is written."""
         return None
 
     def scratch(self, places: Places) -> int:

@@ -11,7 +11,7 @@ from llvmlite import ir
 
 from gossamer.runtime._code import F32, I8, I16, I32, I64, POINTER, Function, Kernel, Value, integer
 from gossamer.runtime.kernels.convolution import clear_margins, keep_valid
-from gossamer.runtime.kernels.epilogue import activate, round_to_steps
+from gossamer.runtime.kernels.epilogue import activate
 from gossamer.runtime.layout import LANES
 
 PACKED = 4
@@ -23,7 +23,7 @@ _NONE = ir.Constant(_INTEGERS, None)
 FIELDS = (
     *("x", "x_image", "x_plane", "y", "y_image", "y_plane", "r", "r_image", "r_plane"),  # bytes in the arena
     *("starts", "offsets", "values", "start_sums", "factors", "shifts"),  # addresses of constants
-    *("rounding", "residual_steps", "steps", "valid", "fill"),
+    *("rounding", "residual", "steps", "valid", "fill"),
     *("blocks", "tiles", "wide_tiles", "groups", "group_blocks", "head", "tail"),
 )
 
@@ -42,7 +42,8 @@ def integer_convolution(
 
     The four channels have `shared` blocks or blocks of their own. `indexed` blocks have the number of a plane, in 16
     bits, instead of a distance. The result is `rounded` before a `residual` of "integers" or "floats" is added; it is
-    stored as integers if `packed`, and as floats otherwise.
+    stored as integers if `packed`, and as floats otherwise. Values are `factor · sum + shift`, in steps of the rounding
+    or of the result where that saves a multiplication, see `integer_layers.IntegerLayer`.
     """
     module = ir.Module("integer_convolution")
     kernel = Kernel(module, FIELDS)
@@ -132,19 +133,29 @@ def _tile(
         factor, shift = (f.splat(f.load(f.pointer(name), F32, f.mul(row, 4)), LANES) for name in ("factors", "shifts"))
         for index, total in enumerate(own):
             value = build.sitofp(total.get(), _FLOATS)
-            value = f.call(f"llvm.fma.v{LANES}f32", _FLOATS, value, factor, shift)
-            if rounded:
-                value = round_to_steps(f, value, f.pointer("rounding"))
+            value = _fma(f, value, factor, shift)
             if residual == "floats":
                 added = f.load(f.at(r, f.mul(row, f["r_plane"])), _FLOATS, index * _STEP, align=_STEP)
-                value = build.fadd(value, added)
             elif residual == "integers":
                 added = f.load(f.at(r, f.mul(block, f["r_plane"])), _INTEGERS, index * _STEP, align=_STEP)
-                value = build.fadd(value, _unpacked(f, added, k, f.pointer("residual_steps")))
+                added = build.sitofp(_byte(f, added, k), _FLOATS)
+            else:
+                added = None
+            if added is not None:
+                added = _fma(f, added, *_constants(f, "residual", 2))
+            if rounded:
+                least, most, size, rest = _constants(f, "rounding", 4)
+                steps = f.call(f"llvm.rint.v{LANES}f32", _FLOATS, _bounded(f, value, least, most))
+                value = _fma(f, steps, size, rest if added is None else added)
+            elif added is not None:
+                value = build.fadd(value, added)
             value = activate(f, value, activation)
             if packed:
                 held = results[index]
-                held.set(build.or_(held.get(), _packed(f, value, k, f.pointer("steps"))))
+                least, most, inverse, zero = _constants(f, "steps", 4)
+                if activation is not None:
+                    value = _fma(f, value, inverse, zero)
+                held.set(build.or_(held.get(), _as_byte(f, _bounded(f, value, least, most), k)))
             else:
                 f.store(keep_valid(f, value, valid, index), plane, index * _STEP, align=_STEP)
 
@@ -186,24 +197,46 @@ def _dot(f: Function, total: Value, inputs: Value, weights: Value, vnni: bool) -
     return total
 
 
+def _fma(f: Function, a: Value, b: Value, c: Value) -> Value:
+    return f.call(f"llvm.fma.v{LANES}f32", _FLOATS, a, b, c)
+
+
+def _constants(f: _Tile, name: str, count: int) -> list[Value]:
+    """The first floats at an address of the table, in every lane."""
+    pointer = f.pointer(name)
+    return [f.splat(f.load(pointer, F32, 4 * index), LANES) for index in range(count)]
+
+
+def _bounded(f: Function, value: Value, least: Value, most: Value) -> Value:
+    """The value within bounds; NaN becomes the least."""
+    build = f.build
+    value = build.select(build.fcmp_ordered(">", value, least), value, least)
+    return build.select(build.fcmp_ordered("<", value, most), value, most)
+
+
+def _as_byte(f: Function, value: Value, k: int) -> Value:
+    """The nearest integers of floats from 0 to 255, in byte `k`."""
+    nearest = f.call(f"llvm.rint.v{LANES}f32", _FLOATS, value)
+    return f.build.shl(f.build.fptosi(nearest, _INTEGERS), ir.Constant(_INTEGERS, [8 * k] * LANES))
+
+
+def _byte(f: Function, elements: Value, k: int) -> Value:
+    """Byte `k` of every element, as integers."""
+    byte = f.build.lshr(elements, ir.Constant(_INTEGERS, [8 * k] * LANES))
+    return f.build.and_(byte, ir.Constant(_INTEGERS, [255] * LANES))
+
+
 def _unpacked(f: Function, elements: Value, k: int, steps: Value) -> Value:
     """The value of byte `k` of every element; `steps` points to the size of a step and the integer of 0."""
     build = f.build
-    byte = build.lshr(elements, ir.Constant(_INTEGERS, [8 * k] * LANES))
-    byte = build.and_(byte, ir.Constant(_INTEGERS, [255] * LANES))
     size, zero = (f.splat(f.load(steps, F32, 4 * index), LANES) for index in range(2))
-    return build.fmul(build.fsub(build.sitofp(byte, _FLOATS), zero), size)
+    return build.fmul(build.fsub(build.sitofp(_byte(f, elements, k), _FLOATS), zero), size)
 
 
 def _packed(f: Function, value: Value, k: int, steps: Value) -> Value:
     """The nearest integers of floats in byte `k`; behind, `steps` has the least and largest integer, and 1 / size."""
-    build = f.build
     zero, least, most, inverse = (f.splat(f.load(steps, F32, 4 * index), LANES) for index in range(1, 5))
-    number = f.call(f"llvm.rint.v{LANES}f32", _FLOATS, build.fmul(value, inverse))
-    number = build.fadd(number, zero)
-    number = build.select(build.fcmp_ordered(">", number, least), number, least)  # NaN becomes the least
-    number = build.select(build.fcmp_ordered("<", number, most), number, most)
-    return build.shl(build.fptosi(number, _INTEGERS), ir.Constant(_INTEGERS, [8 * k] * LANES))
+    return _as_byte(f, _bounded(f, _fma(f, value, inverse, zero), least, most), k)
 
 
 MAP_FIELDS = (
