@@ -96,6 +96,7 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
         "shapes": graph.shapes,
         "dtypes": {name: DTYPES[dtype] for name, dtype in graph.dtypes.items()},
         "sparse": sparse,
+        "origins": {name: origin for name, origin in graph.origins.items() if name in sparse},
         "choices": choices(plan),
         "forms": forms(plan),
         "output_structure": pytree.treespec_dumps(graph.out_spec),
@@ -178,6 +179,7 @@ def _graph(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Graph:
     graph = Graph([_decode_node(node) for node in content["nodes"]], inputs, [], constants, shapes, dtypes)
     graph.outputs = list(_decode(content["outputs"]))
     graph.out_spec = pytree.treespec_loads(content["output_structure"])
+    graph.origins = {name: _text(origin) for name, origin in content.get("origins", {}).items()}
     known = {*inputs, *constants}
     for node in graph.nodes:
         if missing := [name for name in node.inputs if name not in known]:

@@ -20,14 +20,13 @@ from torch import Tensor
 
 from gossamer.errors import GossamerError, nearest
 from gossamer.export.onnx.model_files import read_model
+from gossamer.progress import Progress
 from gossamer.runtime._onnx_functions import FUNCTIONS, constant, dtype_of, integers, tensor_of
 from gossamer.runtime.attention import with_attention
 from gossamer.runtime.engine import Engine
 from gossamer.runtime.formulas import with_formulas, without_repetitions
 from gossamer.runtime.graph import Graph, Node, Ref, simplify, without_unused
-from gossamer.runtime.plan import build_plan
 from gossamer.runtime.trial import fill_shapes, trials
-from gossamer.runtime.tuning import tune
 from gossamer.runtime.weights import SparseWeight
 
 Array = NDArray[Any]
@@ -48,15 +47,20 @@ class InferenceSession:
     Sizes with a name, such as the batch size, may differ from call to call.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, threads: int | None = None, tuned: bool = True) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        threads: int | None = None,
+        tuned: bool = True,
+        progress: Progress = lambda _label, _share: None,
+    ) -> None:
         graph, self._outputs = read_graph(path)
         pair = trials(graph)
         if pair is not None:
             fill_shapes(graph, pair)
-        plan = build_plan(simplify(with_formulas(with_attention(without_repetitions(graph), pair))))
-        sizes = {size: 1 for name in graph.inputs for size in graph.shapes[name] if isinstance(size, str)}
-        seconds = tune(plan, sizes) if tuned else {}
-        self.engine = Engine(plan, torch.get_num_threads() if threads is None else threads, seconds)
+        graph = simplify(with_formulas(with_attention(without_repetitions(graph), pair)))
+        self.engine = Engine.of(graph, _example(graph), threads, tuned, progress)
         self._graph = graph
 
     def get_inputs(self) -> list[Argument]:
@@ -86,6 +90,18 @@ class InferenceSession:
         shape = list(self._graph.shapes.get(name, ()))
         dtype = str(self._graph.dtypes.get(name, torch.float32)).removeprefix("torch.").replace("float32", "float")
         return Argument(name, shape, f"tensor({dtype})")
+
+
+def _example(graph: Graph) -> list[Tensor]:
+    """Inputs to measure with: normal floats, ones for integers, and a size of 1 where any is possible."""
+    random = torch.Generator().manual_seed(0)
+    found: list[Tensor] = []
+    for name in graph.inputs:
+        shape = [size if isinstance(size, int) else 1 for size in graph.shapes.get(name, ())]
+        dtype = graph.dtypes.get(name, torch.float32)
+        floats = dtype.is_floating_point
+        found.append(torch.randn(shape, generator=random).to(dtype) if floats else torch.ones(shape, dtype=dtype))
+    return found
 
 
 def read_graph(path: str | os.PathLike[str]) -> tuple[Graph, list[str]]:
@@ -228,6 +244,7 @@ def _linear(graph: Graph, output: str, source: Ref, factor: str, columns: bool, 
     """A linear layer; `columns` says whether output channels are the columns of the factor."""
     name, weight = f"{output}.weight", cast(Tensor, graph.constants[factor])
     graph.constants[name] = (weight.T if columns else weight).contiguous()
+    graph.origins[name] = factor
     scale = graph.scales.get(factor)
     if columns and (scale is None or scale.numel() != 1):
         scale = graph.scales.get(f"{factor}/columns")
