@@ -70,11 +70,13 @@ MIN_SPARSITY = 0.001
 
 
 def report(
-    folders: Sequence[str | Path], output: str | Path | None = None, benchmark: str | Path | None = None
+    folders: Sequence[str | Path],
+    output: str | Path | None = None,
+    benchmark: str | Path | Sequence[str | Path] | None = None,
 ) -> Path:
     """Write the page of one run, by default into its folder, or of several, by default into the working folder.
 
-    `benchmark` is a file that `gossamer benchmark --output` wrote. Raises `GossamerError` if a folder holds no
+    `benchmark` is a file that `gossamer benchmark --output` wrote, or several. Raises `GossamerError` if a folder holds no
     run, or if `output` exists and is not a report.
     """
     if not folders:
@@ -85,7 +87,8 @@ def report(
     for folder in paths if output is None else ():
         check_links(folder)
     names = _labels(paths)
-    speed = None if benchmark is None else read_speed(Path(benchmark), paths)
+    files = [benchmark] if isinstance(benchmark, str | Path) else benchmark or []
+    speed = [read_speed(Path(file), paths) for file in files]
     text = render([run_content(folder, name) for folder, name in zip(paths, names, strict=True)], speed)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -73,7 +73,10 @@ def compile(
     finally:
         for module in training:
             module.training = True
-    return Engine.of(graph, pytree.tree_leaves(example), threads, tuned, progress)
+    engine = Engine.of(graph, pytree.tree_leaves(example), threads, tuned, progress)
+    if engine.times is not None and engine.times.gain < SMALL_GAIN:
+        logger.warning("gossamer.runtime: %s engine.summary() has the time of each layer.", engine.times.verdict())
+    return engine
 
 
 def load(path: str | os.PathLike[str], *, threads: int | None = None) -> Engine:
@@ -172,12 +175,10 @@ class Engine:
         )
         progress("comparing with dense torch", 0.9)
         try:
-            times = self._measure(leaves)
+            self._times = self._measure(leaves)
         except (RuntimeError, IndexError, ValueError):
             return  # inputs that are made up for an ONNX file need not fit it
         progress("comparing with dense torch", 1.0)
-        if times.gain < SMALL_GAIN:
-            logger.warning("gossamer.runtime: %s engine.summary() has the time of each layer.", times.verdict())
 
     def _measure(self, leaves: Sequence[Any]) -> Times:
         apart, now = Engine(separate(self._plan), self.threads), time.perf_counter

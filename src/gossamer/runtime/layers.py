@@ -189,7 +189,7 @@ def _weight_of(node: Node, graph: Graph) -> str | None:
     """The constant that is a node's weight: of a layer, or of an operator of torch."""
     if isinstance(node, Convolution | Linear):
         return node.weight
-    constants = [name for name in node.inputs if graph.origins.get(name, name).endswith(".weight")]
+    constants = [name for name in node.inputs if graph.origins.get(name, name).endswith("weight")]
     return next((name for name in constants if len(graph.constants[name].shape) > 1), None)
 
 
