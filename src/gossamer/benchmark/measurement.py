@@ -72,6 +72,8 @@ class Timing:
     itself: Ratio | None = None
     """The control: the first file relative to itself, loaded twice."""
     notes: tuple[str, ...] = ()
+    inputs: tuple[tuple[int, ...], ...] = ()
+    """Their shapes."""
 
     @property
     def throughput(self) -> float | None:
@@ -220,6 +222,7 @@ def _timing(
         verdict=None if speed is None or itself is None else speed.verdict(itself.doubt),
         itself=itself,
         notes=notes,
+        inputs=tuple(tuple(int(size) for size in slot.shape) for slot in entry.slots),
     )
 
 

@@ -76,8 +76,8 @@ def report(
 ) -> Path:
     """Write the page of one run, by default into its folder, or of several, by default into the working folder.
 
-    `benchmark` is a file that `gossamer benchmark --output` wrote, or several. Raises `GossamerError` if a folder holds no
-    run, or if `output` exists and is not a report.
+    `benchmark` is a file that `gossamer benchmark --output` wrote, or several. Raises `GossamerError` if a folder
+    holds no run, or if `output` exists and is not a report.
     """
     if not folders:
         raise GossamerError("report: no run folder given; give one, such as runs/res18")
@@ -496,6 +496,7 @@ class _Timing(BaseModel):
     runtime: str
     version: str | None
     batch: int | None
+    inputs: list[list[int]] = []
     rounds: int
     contents: _Contents
     sparsity: float
@@ -527,7 +528,8 @@ def read_speed(path: Path, folders: Sequence[Path]) -> Speed:
     for runtime, group in groupby(benchmark.timings, key=lambda timing: timing.runtime):
         timings = list(group)
         first = timings[0]
-        what = "reading the file" if first.batch is None else f"batch {first.batch}, threads: {benchmark.threads}"
+        inputs = " and ".join("×".join(map(str, shape)) for shape in first.inputs) or f"batch {first.batch}"
+        what = "reading the file" if first.batch is None else f"{inputs}, threads: {benchmark.threads}"
         title = f"{runtime} {first.version or ''}: {what}, rounds: {first.rounds}"
         files = tuple(_timed(timing, runs.get(timing.file.resolve().parent)) for timing in timings)
         tables.append(SpeedTable(title, files))
