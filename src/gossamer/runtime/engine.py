@@ -112,15 +112,20 @@ class Engine:
         """All outputs in order, for all inputs in order."""
         graph = self._plan.graph
         sizes = _sizes(graph, leaves)
-        with torch.inference_mode():
-            binding = self._bind(sizes)
-            arena = self._take(binding.arena_bytes)
-            try:
-                values = {**graph.constants, **dict(zip(graph.inputs, leaves, strict=True))}
-                return _Call(self._plan, binding, arena, values).run(self.threads, after_step)
-            finally:
-                with self._lock:
-                    self._arenas.append(arena)
+        try:
+            with torch.inference_mode():
+                binding = self._bind(sizes)
+                arena = self._take(binding.arena_bytes)
+                try:
+                    values = {**graph.constants, **dict(zip(graph.inputs, leaves, strict=True))}
+                    return _Call(self._plan, binding, arena, values).run(self.threads, after_step)
+                finally:
+                    with self._lock:
+                        self._arenas.append(arena)
+        except GossamerError:
+            raise
+        except Exception as error:  # torch's, for an index out of range and the like, or of memory
+            raise GossamerError(f"the engine cannot compute these inputs: {short_error(error)}") from error
 
     @property
     def graph(self) -> Graph:
@@ -176,7 +181,7 @@ class Engine:
         progress("comparing with dense torch", 0.9)
         try:
             self._times = self._measure(leaves)
-        except (RuntimeError, IndexError, ValueError):
+        except GossamerError:
             return  # inputs that are made up for an ONNX file need not fit it
         progress("comparing with dense torch", 1.0)
 
@@ -263,7 +268,7 @@ class _Call:
         self._binding.clear(self._arena)
         for k, step in enumerate(self._plan.steps):
             if isinstance(step, TorchStep):
-                self._values[step.node.output] = _compute(step.node, self._value)
+                self._values[step.node.output] = self._compute(step.node)
                 after_step()
                 continue
             for name in (name for op in step.operators for name in op.inputs):
@@ -273,6 +278,12 @@ class _Call:
             self._binding.run(k, self._arena.ctypes.data, threads)
             after_step()
         return [self._value(ref) for ref in self._plan.graph.outputs]
+
+    def _compute(self, node: Node) -> Any:
+        try:
+            return _compute(node, self._value)
+        except Exception as error:  # any operator, any reason
+            raise GossamerError(f"'{node.output}': torch cannot compute {node.op}: {short_error(error)}") from error
 
     def _value(self, ref: Any) -> Any:
         """The value of an argument; a planar activation is copied out of the arena."""

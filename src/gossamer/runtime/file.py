@@ -20,7 +20,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, short_error
 from gossamer.io import (
     DTYPES,
     DTYPES_BY_NAME,
@@ -144,8 +144,8 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         plan = build_plan(graph)
         set_choices(plan, cast(dict[str, Choice], content["choices"]))
         set_forms(plan, cast(dict[str, str], content.get("forms", {})))
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError, RuntimeError) as error:
-        raise GossamerError(f"{source}: not a valid engine ({type(error).__name__}: {error})") from error
+    except Exception as error:  # any content, any reason
+        raise GossamerError(f"{source}: not a valid engine ({short_error(error)})") from error
     return plan
 
 
