@@ -65,12 +65,12 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 def change_value(graph: Graph, data: Data, rng: random.Random) -> str:
     """Another value anywhere; numbers that fit by their type more often than not."""
-    holder, key = rng.choice(list(places(graph)))
-    before = holder[key]
+    holder, key = rng.choice(list(places(graph)) or [(graph, "nodes")])
+    before = holder.get(key) if isinstance(holder, dict) else holder[key]
     if rng.random() < 0.5:
         same = [value for value in VALUES if type(value) is type(before)]
         if isinstance(before, str):
-            same += [node["output"] for node in graph["nodes"]] + graph["inputs"] + list(data)
+            same += [own[name] for own, name in places(graph) if isinstance(own[name], str)] + list(data)
         if isinstance(before, int):
             same += [before + 1, before - 1, 2 * before, 16 * before]
         holder[key] = rng.choice(same or VALUES)
@@ -81,7 +81,10 @@ def change_value(graph: Graph, data: Data, rng: random.Random) -> str:
 
 def move(graph: Graph, data: Data, rng: random.Random) -> str:
     """A value or node left out, doubled, or in the place of another one."""
-    holder, key = rng.choice([place for place in places(graph) if isinstance(place[0], list)])
+    lists = [place for place in places(graph) if isinstance(place[0], list)]
+    if not lists:
+        return "nothing"
+    holder, key = rng.choice(lists)
     kind = rng.choice(["drop", "double", "swap"])
     if kind == "drop":
         del holder[key]
@@ -95,6 +98,8 @@ def move(graph: Graph, data: Data, rng: random.Random) -> str:
 
 def change_tensor(graph: Graph, data: Data, rng: random.Random) -> str:
     """A tensor of another size, type or content, or none."""
+    if not data:
+        return "nothing"
     name = rng.choice(sorted(data))
     before, kind = data[name], rng.choice(["drop", "short", "long", "type", "flat", "bytes", "nan", "empty"])
     if kind == "drop":

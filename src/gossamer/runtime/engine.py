@@ -113,7 +113,7 @@ class Engine:
         graph = self._plan.graph
         sizes = _sizes(graph, leaves)
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), torch.autocast("cpu", enabled=False):
                 binding = self._bind(sizes)
                 arena = self._take(binding.arena_bytes)
                 try:
@@ -240,6 +240,7 @@ def _sizes(graph: Graph, leaves: Sequence[Any]) -> dict[str, int]:
         fits = (
             isinstance(leaf, Tensor)
             and leaf.dtype == dtype
+            and leaf.layout == torch.strided
             and leaf.device.type == "cpu"
             and leaf.dim() == len(expected)
         )
@@ -248,7 +249,8 @@ def _sizes(graph: Graph, leaves: Sequence[Any]) -> dict[str, int]:
         if not fits:
             shape = ", ".join("any" if isinstance(size, str) else str(size) for size in expected)
             actual = (
-                f"{leaf.dtype} {tuple(leaf.shape)} on {leaf.device}"
+                f"{'' if leaf.layout == torch.strided else f'{leaf.layout} of '}{leaf.dtype} {tuple(leaf.shape)} "
+                f"on {leaf.device}"
                 if isinstance(leaf, Tensor)
                 else type(leaf).__name__
             )
