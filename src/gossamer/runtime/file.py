@@ -78,6 +78,11 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     graph = plan.graph
     for node in graph.nodes:
         _check_operator(node.op)
+    structure = pytree.treespec_dumps(graph.out_spec)
+    try:
+        _structure(structure)
+    except ValueError as error:
+        raise GossamerError(f"the model's outputs: {error}; return a dict, list or tuple") from error
     tensors: dict[str, Tensor] = {}
     for name, value in graph.constants.items():
         if isinstance(value, SparseWeight):
@@ -99,7 +104,7 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
         "origins": {name: origin for name, origin in graph.origins.items() if name in sparse},
         "choices": choices(plan),
         "forms": forms(plan),
-        "output_structure": pytree.treespec_dumps(graph.out_spec),
+        "output_structure": structure,
     }
     metadata = {
         "kind": KIND,
@@ -178,7 +183,9 @@ def _graph(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Graph:
     inputs = [_text(name) for name in content["inputs"]]
     graph = Graph([_decode_node(node) for node in content["nodes"]], inputs, [], constants, shapes, dtypes)
     graph.outputs = list(_decode(content["outputs"]))
-    graph.out_spec = pytree.treespec_loads(content["output_structure"])
+    graph.out_spec = _structure(content["output_structure"])
+    if graph.out_spec.num_leaves != len(graph.outputs):
+        raise ValueError(f"{len(graph.outputs)} outputs for a structure of {graph.out_spec.num_leaves}")
     graph.origins = {name: _text(origin) for name, origin in content.get("origins", {}).items()}
     known = {*inputs, *constants}
     for node in graph.nodes:
@@ -186,6 +193,20 @@ def _graph(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Graph:
             raise ValueError(f"'{node.output}' uses '{missing[0]}', which nothing computes")
         known.add(node.output)
     return graph
+
+
+def _structure(text: str) -> Any:
+    """The structure of outputs. torch imports the modules that contexts with JSON objects name: those are refused."""
+
+    def check(part: Any) -> None:
+        context = part["context"]
+        if context is not None and (not isinstance(context, str) or "{" in context):
+            raise ValueError(f"a structure with a {part['type']} is not supported in engine files")
+        for child in part["children_spec"]:
+            check(child)
+
+    check(json.loads(text)[1])
+    return pytree.treespec_loads(text)
 
 
 def _check_operator(op: str) -> None:
@@ -208,6 +229,9 @@ def _decode_node(entry: Mapping[str, Any]) -> Node:
     given = {name: value if name in ("op", "output") else _decode(value) for name, value in entry.items()}
     node = kind(**given)
     _text(node.output)
+    least = {Convolution: 2, Linear: 2, Elementwise: 2, Attention: 4}.get(kind, 0)
+    if len(node.args) < least or (least and not isinstance(node.args[0], Ref)):
+        raise ValueError(f"'{node.output}': arguments are {node.args}")
     for item in fields(node):
         value: Any = getattr(node, item.name)
         if item.name in ("weight", "bias"):
@@ -225,9 +249,9 @@ def _decode_node(entry: Mapping[str, Any]) -> Node:
         elif item.name == "scale" and type(value) is not float:
             raise ValueError(f"'{node.output}': scale is {value!r}")
         elif item.name in ("size", "stride", "dilation", "padding"):
-            least = 0 if item.name == "padding" else 1
+            smallest = 0 if item.name == "padding" else 1
             pair = cast(Sequence[Any], value)
-            if len(pair) != 2 or not all(type(one) is int and least <= one <= _LARGEST for one in pair):
+            if len(pair) != 2 or not all(type(one) is int and smallest <= one <= _LARGEST for one in pair):
                 raise ValueError(f"'{node.output}': {item.name} is {value}")
     return node
 
