@@ -149,6 +149,8 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         plan = build_plan(graph)
         set_choices(plan, cast(dict[str, Choice], content["choices"]))
         set_forms(plan, cast(dict[str, str], content.get("forms", {})))
+        named = (size for name in graph.inputs for size in graph.shapes.get(name, ()))
+        plan.layouts({size: 1 for size in named if isinstance(size, str)})  # raises if an activation has no shape
     except Exception as error:  # any content, any reason
         raise GossamerError(f"{source}: not a valid engine ({short_error(error)})") from error
     return plan
@@ -181,6 +183,10 @@ def _graph(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Graph:
     shapes = {name: tuple(_dim(size) for size in shape) for name, shape in content["shapes"].items()}
     dtypes = {name: DTYPES_BY_NAME[dtype] for name, dtype in content["dtypes"].items()}
     inputs = [_text(name) for name in content["inputs"]]
+    if untyped := shapes.keys() - dtypes.keys():
+        raise ValueError(f"'{min(untyped)}' has a shape and no dtype")
+    if len(set(inputs)) != len(inputs):
+        raise ValueError("an input is listed twice")
     graph = Graph([_decode_node(node) for node in content["nodes"]], inputs, [], constants, shapes, dtypes)
     graph.outputs = list(_decode(content["outputs"]))
     graph.out_spec = _structure(content["output_structure"])
