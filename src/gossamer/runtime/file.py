@@ -235,7 +235,7 @@ def _decode_node(entry: Mapping[str, Any]) -> Node:
     given = {name: value if name in ("op", "output") else _decode(value) for name, value in entry.items()}
     node = kind(**given)
     _text(node.output)
-    least = {Convolution: 2, Linear: 2, Elementwise: 2, Attention: 4}.get(kind, 0)
+    least = 4 if kind is Attention else 0 if kind is Node else 2
     if len(node.args) < least or (least and not isinstance(node.args[0], Ref)):
         raise ValueError(f"'{node.output}': arguments are {node.args}")
     for item in fields(node):
