@@ -29,7 +29,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("pages")
     texts = {
         "one": render([run("levels", layers=40)]),
-        "three": render([run("dense"), run("levels"), run("a-run-with-a-very-long-name-" * 4)], speed()),
+        "three": render([run("dense"), run("levels"), run("a-run-with-a-very-long-name-" * 4)], [speed()]),
         "evil": render([run(EVIL), run("levels")]),
     }
     for name, text in texts.items():

@@ -231,3 +231,31 @@ def test_a_recipe_that_does_not_fit_is_told_with_its_line(analyze: Any, tmp_path
     assert done.exit_code == 1
     assert "error: mine.yaml:" in done.stderr
     assert "nearest: '" in done.stderr
+
+
+def test_the_runtime_shows_the_kernel_and_the_time_of_each_layer(analyze: Any) -> None:
+    done = analyze("--quick", "--runtime", "--input", "1,3,32,32", model="nets_for_analyze:half")
+    assert done.exit_code == 0, done.output
+    assert max(len(line) for line in done.stdout.splitlines()) <= 80
+    told = words(done.stdout)
+    assert "layer computed by time share in torch ratio" in told
+    assert "whole network" in told
+    assert "One call with 1×3×32×32 on " in told
+    assert done.stderr.count("nothing is gained") == 0  # said once, on stdout
+    found = json.loads(analyze("--quick", "--runtime", "--input", "1,3,32,32", "--json").stdout)
+    layers = {layer["weight"]: layer for layer in found["runtime"]["layers"]}
+    assert {"0.weight", "2.weight", "6.weight"} <= set(layers)
+    assert layers["2.weight"]["kernel"].startswith("dense")
+    assert all(layer["seconds"] > 0 and layer["dense_seconds"] > 0 for layer in layers.values() if layer["weight"])
+    assert sum(layer["share"] for layer in found["runtime"]["layers"]) == pytest.approx(1)
+    assert found["runtime"]["gain"] == pytest.approx(found["runtime"]["dense_seconds"] / found["runtime"]["seconds"])
+
+
+def test_a_model_that_cannot_be_traced_is_one_line_with_the_reason(analyze: Any) -> None:
+    shape = "--input", "1,3,8,8"
+    done = analyze("--quick", "--runtime", *shape, model="nets_for_analyze:Deciding")
+    assert done.exit_code == 0, done.output
+    assert "runtime: torch.export cannot trace the model with these example inputs" in words(done.stdout)
+    assert "Traceback" not in done.output
+    found = json.loads(analyze("--quick", "--runtime", "--json", *shape, model="nets_for_analyze:Deciding").stdout)
+    assert found["runtime"] is None

@@ -47,7 +47,8 @@ def test_the_table_has_a_row_for_each_file_and_fits_80_columns(run: Run) -> None
     result = run("benchmark", DENSE, SPARSE, "--rounds", 4, "--batch", 2, "--runtime", "onnxruntime")
     assert result.exit_code == 0, result.output
     assert max(len(line) for line in result.stdout.splitlines()) <= 80
-    first, *_ = result.stdout.splitlines()
+    dense, sparse, first, *_ = result.stdout.splitlines()
+    assert (dense, sparse) == (f"1: {DENSE}", f"2: {SPARSE}")
     assert first.startswith("onnxruntime ")
     assert ": batch 2, 1 thread, 4 rounds, times in " in first
     words = " ".join(result.stdout.split())
@@ -142,3 +143,33 @@ def test_files_of_one_name_are_told_apart_by_their_folders(run: Run) -> None:
     done = run("benchmark", "dense/model.onnx", "sparse/model.onnx", "--rounds", "3")
     assert done.exit_code == 0, done.output
     assert "sparse/model.onnx in onnxruntime" in done.output.replace("\n", " ")
+
+
+def test_long_names_are_never_broken(run: Run) -> None:
+    long = [f"a-network-with-a-rather-long-name-{kind}-at-224x224.onnx" for kind in ("dense", "sparse")]
+    for name, source in zip(long, (DENSE, SPARSE), strict=True):
+        Path(name).write_bytes(Path(source).read_bytes())
+    done = run("benchmark", *long, "--rounds", 3, "--runtime", "onnxruntime")
+    assert done.exit_code == 0, done.output
+    first, second, *lines = done.stdout.splitlines()
+    assert (first, second) == (f"1: {long[0]}", f"2: {long[1]}")
+    rows = [line.split() for line in lines if line.strip()[:2] in ("1 ", "2 ")]
+    assert [row[0] for row in rows] == ["1", "2"]
+    assert max(len(line) for line in lines) <= 80
+    short = run("benchmark", SPARSE, "--rounds", 3, "--runtime", "onnxruntime").stdout
+    assert "\n1: " not in f"\n{short}"
+    assert any(line.strip().startswith(SPARSE) for line in short.splitlines())
+
+
+def test_an_engine_beside_an_onnx_file_says_what_runs_where(run: Run) -> None:
+    compiled = run("compile", SPARSE, "-o", "model.gossamer")
+    assert compiled.exit_code == 0, compiled.output
+    done = run("benchmark", "model.gossamer", DENSE, "--rounds", 3)
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert lines[0] == "model.gossamer runs in gossamer"
+    assert lines[1].startswith(f"{DENSE} runs in onnxruntime and ")
+    assert "gossamer" in lines[1].removeprefix(DENSE)
+    told = " ".join(done.stdout.split())
+    assert "• fastest: " in told
+    assert "× as long" in told

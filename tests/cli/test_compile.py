@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
@@ -42,7 +44,9 @@ def test_a_model_and_its_onnx_file_compile_to_the_same_outputs(folder: Path) -> 
         arguments = ["compile", name, "-o", output, "--json", *(["--input", "1,3,16,16"] if ":" in name else [])]
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 0, result.output
-        assert json.loads(result.stdout)["bytes"] == Path(output).stat().st_size
+        found = json.loads(result.stdout)
+        assert found["bytes"] == Path(output).stat().st_size
+        assert found["times"]["gain"] == pytest.approx(found["times"]["dense_seconds"] / found["times"]["seconds"])
     x = torch.randn(5, 3, 16, 16)
     with torch.inference_mode():
         expected = model(x)
@@ -54,3 +58,21 @@ def test_an_error_is_one_sentence(folder: Path) -> None:
     result = CliRunner().invoke(app, ["compile", "nope.onnx"])
     assert result.exit_code == 1
     assert result.stderr.startswith("error: nope.onnx: file not found")
+
+
+def test_what_is_gained_is_printed_once_and_progress_is_shown(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+
+    @contextmanager
+    def progress(title: str, quiet: bool) -> Generator[Callable[[str, float], None]]:
+        yield lambda label, share: shown.append(label)
+
+    monkeypatch.setattr("gossamer.cli.compile.progress", progress)
+    result = CliRunner().invoke(app, ["compile", "models_to_compile:tiny", "--input", "1,3,16,16"])
+    assert result.exit_code == 0, result.output
+    assert result.output.count("One call with 1×3×16×16") == 1
+    expected = ["loading the model", "tracing the model", "measuring 0", "measuring 4", "comparing with dense torch"]
+    assert list(dict.fromkeys(shown)) == expected
+    summary = CliRunner().invoke(app, ["compile", "models_to_compile:tiny", "--input", "1,3,16,16", "--summary"]).output
+    assert "computed by" in summary
+    assert summary.count("One call with") == 1

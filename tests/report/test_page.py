@@ -70,7 +70,7 @@ def test_every_part_of_a_run_is_there() -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_benchmark_has_its_own_part_with_figures_intervals_and_what_they_mean(count: int) -> None:
-    text = render([run(f"run {i}") for i in range(count)], speed())
+    text = render([run(f"run {i}") for i in range(count)], [speed()])
     ids = outline(text).values("id")
     assert ids[:2] == ["summary", "speed"]
     part = text.split('id="speed"')[1].split("</section>")[0]

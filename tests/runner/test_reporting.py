@@ -266,14 +266,19 @@ def test_a_benchmark_of_its_files_is_shown_with_the_runs(levels: Path, tmp_path:
         app, ["benchmark", *files, "--rounds", "6", "--runtime", "onnxruntime", "-o", str(results)]
     )
     assert done.exit_code == 0, done.output
-    done = CliRunner().invoke(app, ["report", str(folder), "--benchmark", str(results)])
+    other = tmp_path / "other.json"
+    done = CliRunner().invoke(app, ["benchmark", files[0], "--rounds", "3", "--runtime", "gossamer", "-o", str(other)])
+    assert done.exit_code == 0, done.output
+    done = CliRunner().invoke(app, ["report", str(folder), "--benchmark", str(results), "--benchmark", str(other)])
     assert done.exit_code == 0, done.output
     part = unescape((folder / "report.html").read_text().split('id="speed"')[1].split("</section>")[0])
     found = json.loads(results.read_text())
     assert all(sentence in part for sentence in found["sentences"])
     ratio = found["timings"][1]["speed"]
     assert f"{ratio['value']:.2f}×<small>{ratio['low']:.2f}–{ratio['high']:.2f}</small>" in part
-    assert part.count('class="dot"') == 2  # both files are in the folder of the run
+    assert part.count('class="dot"') == 3  # all files are in the folder of the run
+    assert part.index("onnxruntime ") < part.index("gossamer ")
+    assert part.count("1×3×8×8, threads: 1") >= 2
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from gossamer.runtime import Engine
+
 
 def pruned(model: nn.Module, share: float = 0.9, seed: int = 0) -> nn.Module:
     """The model with zeros in every layer and batch norm that does something."""
@@ -17,6 +19,15 @@ def pruned(model: nn.Module, share: float = 0.9, seed: int = 0) -> nn.Module:
             weight = module.weight.data
             weight[torch.rand_like(weight) < share] = 0
     return model.eval()
+
+
+def kernels(engine: Engine) -> str:
+    """The classes of an engine's operators and the shapes of their weights, one line for each."""
+    lines = list[str]()
+    for layer in engine.layers():
+        shape = "×".join(map(str, layer.shape))
+        lines += [f"{name} {shape}" for name in layer.native] or [f"torch: {layer.operator}"]
+    return "\n".join(lines)
 
 
 class Residual(nn.Module):

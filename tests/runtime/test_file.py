@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from gossamer import runtime
 from gossamer.errors import GossamerError
@@ -94,6 +96,35 @@ def test_an_invalid_graph_with_a_valid_digest_is_refused(name: str, saved: Path,
     path = rewritten(saved, tmp_path / "changed.gossamer", CHANGES[name])
     with pytest.raises(GossamerError):
         runtime.load(path, threads=1)
+
+
+LEAF = {"type": None, "context": None, "children_spec": []}
+FACTORY = {"default_factory_module": "imported_by_a_file", "default_factory_name": "list", "dict_context": ["a"]}
+ENUM = json.dumps([{"__enum__": True, "fqn": "imported_by_a_file:Kind", "name": "A"}])
+
+
+@pytest.mark.parametrize(("kind", "context"), [("collections.defaultdict", FACTORY), ("builtins.dict", ENUM)])
+def test_the_structure_of_outputs_imports_nothing(
+    kind: str, context: object, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch imports the modules that such structures name."""
+    (tmp_path / "imported_by_a_file.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    structure = json.dumps([1, {"type": kind, "context": context, "children_spec": [LEAF]}])
+    path = rewritten(saved, tmp_path / "a.gossamer", lambda graph, _: graph.update(output_structure=structure))
+    with pytest.raises(GossamerError, match="is not supported in engine files"):
+        runtime.load(path, threads=1)
+    assert "imported_by_a_file" not in sys.modules
+
+
+def test_outputs_that_a_file_does_not_support_are_one_error(tmp_path: Path) -> None:
+    class Counts(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return defaultdict(list, y=x.relu())
+
+    engine = runtime.compile(Counts(), torch.randn(2, 3), threads=1, tuned=False)
+    with pytest.raises(GossamerError, match=r"the model's outputs: a structure with a collections\.defaultdict"):
+        engine.save(tmp_path / "a.gossamer")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import nn
 
 from gossamer import runtime
 from gossamer.errors import GossamerError
-from tests.runtime.models import Residual, pruned
+from tests.runtime.models import Residual, kernels, pruned
 
 
 def exported(model: nn.Module, example: tuple[torch.Tensor, ...], path: Path) -> Path:
@@ -42,7 +42,7 @@ def test_exported_networks_equal_onnxruntime(name: str, tmp_path: Path) -> None:
     for batch in (1, 3):
         check(path, {feed: np.random.default_rng(0).standard_normal((batch, 3, 64, 64), np.float32)})
     engine = runtime.InferenceSession(path, threads=1, tuned=False).engine
-    assert "SparseLayer" in engine.summary()
+    assert "SparseLayer" in kernels(engine)
 
 
 def test_an_encoder_from_onnx_equals_onnxruntime(tmp_path: Path) -> None:
@@ -91,3 +91,102 @@ def test_wrong_names_and_shapes_are_reported(tmp_path: Path) -> None:
         session.run(["z"], {name: image})
     with pytest.raises(GossamerError, match="expected torch"):
         session.run(None, {name: image[:, :2]})
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = pruned(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)))
+    path = exported(model, (torch.randn(2, 3, 12, 12),), tmp_path_factory.mktemp("small") / "small.onnx")
+    content = onnx.load(path)
+    content.graph.input[0].name = content.graph.node[0].input[0] = "image"
+    helper.set_model_props(content, {"epoch": "7"})
+    onnx.save(content, path)
+    return path
+
+
+SCRIPT = """
+options = ort.SessionOptions()
+options.intra_op_num_threads = 1
+options.inter_op_num_threads = 1
+options.log_severity_level = 3
+options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+providers = [name for name in ort.get_available_providers() if name == "CPUExecutionProvider"]
+session = ort.InferenceSession(source, options, providers=providers)
+name = session.get_inputs()[0].name
+names = [output.name for output in session.get_outputs()]
+argument = session.get_inputs()[0]
+described = (argument.name, argument.shape[1:], argument.type, session.get_providers())
+meta = session.get_modelmeta()
+described += (meta.producer_name, meta.graph_name, meta.custom_metadata_map)
+results = session.run(None, {name: image}), session.run(names, {name: image}), session.run([], {name: image})
+results += (session.run([session.get_outputs()[0].name], {name: image[:, :, ::-1]}),)
+"""
+
+
+@pytest.mark.parametrize("as_bytes", [False, True])
+def test_a_script_for_onnxruntime_runs_with_another_import(small: Path, as_bytes: bool) -> None:
+    found: list[dict[str, object]] = []
+    image = np.random.default_rng(0).standard_normal((3, 3, 12, 12), np.float32)
+    for module in (onnxruntime, runtime):
+        values: dict[str, object] = {"ort": module, "source": small.read_bytes() if as_bytes else str(small)}
+        exec(SCRIPT, values | {"image": image}, values)
+        found.append(values)
+    theirs, ours = found
+    assert ours["described"] == theirs["described"]
+    for own, other in zip(ours["results"], theirs["results"], strict=True):
+        np.testing.assert_allclose(own[0], other[0], atol=1e-5)
+
+
+def test_options_of_onnxruntime_set_the_threads(small: Path) -> None:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 3
+    assert runtime.InferenceSession(small, options, tuned=False).engine.threads == 3
+    assert runtime.InferenceSession(small, threads=2, tuned=False).engine.threads == 2
+
+
+GOOD = np.zeros((1, 3, 12, 12), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("feeds", "message"),
+    [
+        ({"imag": GOOD}, "there is no input 'imag'; nearest: 'image'"),
+        ({}, "input 'image' is missing"),
+        ({"image": GOOD, "x": GOOD}, "there is no input 'x'"),
+        ([GOOD], "input_feed: expected arrays by name, found list"),
+        ({"image": GOOD.astype(np.float64)}, "input 'image': expected torch.float32 .* found torch.float64"),
+        ({"image": GOOD[0]}, r"input 'image': expected torch.float32 \(any, 3, 12, 12\) .* found .*\(3, 12, 12\)"),
+        ({"image": GOOD[:, :2]}, "input 'image': expected"),
+        ({"image": GOOD[:0]}, "input 'image': expected"),
+        ({"image": "cat.png"}, "input 'image': expected an array of numbers"),
+        ({"image": None}, "input 'image': expected an array of numbers"),
+        ({"image": [[1.0], [1.0, 2.0]]}, "input 'image': expected an array of numbers"),
+    ],
+)
+def test_feeds_that_do_not_fit_are_one_error(small: Path, feeds: object, message: str) -> None:
+    session = runtime.InferenceSession(small, threads=1, tuned=False)
+    with pytest.raises(GossamerError, match=message) as raised:
+        session.run(None, feeds)
+    assert "\n" not in str(raised.value)
+
+
+def test_sessions_that_cannot_be_made_are_one_error(small: Path) -> None:
+    content = small.read_bytes()
+    for source, options, message in (
+        (small, {"providers": ["CUDAExecutionProvider"]}, "providers: expected 'CPUExecutionProvider', found CUDA"),
+        (small, {"sess_options": 4}, "sess_options: expected SessionOptions"),
+        (b"not a model", {}, "the bytes of the model: not an ONNX model"),
+        (content[: len(content) // 2], {}, "the bytes of the model: not an ONNX model"),
+    ):
+        with pytest.raises(GossamerError, match=message):
+            runtime.InferenceSession(source, tuned=False, **options)
+    providers = ["CUDAExecutionProvider", ("CPUExecutionProvider", {"use_arena": True})]
+    assert runtime.InferenceSession(small, providers=providers, tuned=False).run(None, {"image": GOOD})
+
+
+def test_a_read_only_array_is_taken_without_a_warning(small: Path) -> None:
+    image = GOOD.copy()
+    image.flags.writeable = False
+    assert runtime.InferenceSession(small, threads=1, tuned=False).run(None, {"image": image})[0].shape == (1, 4, 8, 8)

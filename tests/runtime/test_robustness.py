@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import hashlib
 import multiprocessing
 import os
 import pickle
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +21,7 @@ from llvmlite import binding as llvm
 from torch import Tensor, nn
 
 from gossamer import runtime
+from gossamer.errors import GossamerError
 from gossamer.runtime import _compiler
 from tests.runtime.models import Residual, pruned
 
@@ -110,6 +114,22 @@ def _run(cache: Path, program: str = PROGRAM) -> None:
     subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "XDG_CACHE_HOME": str(cache)})
 
 
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="needs file owners")
+def test_a_cache_of_another_user_is_neither_read_nor_written(tmp_path: Path) -> None:
+    _run(tmp_path)
+    folder = tmp_path / "gossamer" / "kernels"
+    for path in folder.iterdir():
+        path.write_bytes(b"code of someone else")
+    before = _contents(folder)
+    _run(tmp_path, PROGRAM.replace("import torch\n", "import os, torch\nos.getuid = lambda: 12345\n", 1))
+    assert _contents(folder) == before
+
+
+def test_a_cpu_that_is_named_after_the_first_kernel_changes_nothing(tmp_path: Path) -> None:
+    again = PROGRAM.split("torch.manual_seed", 1)[1].replace("nn.Conv2d(3, 8, 3, 2, 1)", "nn.Conv2d(3, 8, 5, 2, 1)")
+    _run(tmp_path, f"{PROGRAM}\nimport os\nos.environ['GOSSAMER_CPU'] = 'haswell'\ntorch.manual_seed{again}")
+
+
 def _contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
@@ -175,3 +195,151 @@ def test_code_copied_under_the_name_of_another_kernel_is_not_run(
     other.write_bytes(content)
     assert other_processor("+sse2") == narrow != wide
     assert hashlib.sha256(other.read_bytes()).digest() != hashlib.sha256(content).digest()
+
+
+X = torch.randn(3, 3, 17, 19)
+
+
+@pytest.fixture(scope="module")
+def residual() -> runtime.Engine:
+    return runtime.compile(pruned(Residual()), X, threads=1, tuned=False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.contiguous(memory_format=torch.channels_last),
+        lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+        lambda x: torch.stack([x, x], 1)[:, 1],
+        lambda x: x.repeat(2, 1, 1, 1)[::2],
+        lambda x: x[:1].expand(3, -1, -1, -1),
+        lambda x: x.clone().requires_grad_(),
+        nn.Parameter,
+    ],
+    ids=["channels last", "transposed", "slices", "every second", "expanded", "requires grad", "parameter"],
+)
+def test_tensors_with_any_strides_are_read_right(residual: runtime.Engine, change: Callable[[Tensor], Tensor]) -> None:
+    x = change(X)
+    found = residual(x)
+    assert torch.equal(found, residual(x.detach().contiguous().clone()))
+    assert not found.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("x", "found"),
+    [
+        (X.double(), "found torch.float64"),
+        (X.half(), "found torch.float16"),
+        (X.bfloat16(), "found torch.bfloat16"),
+        (X.to("meta"), "on meta"),
+        (X.to_sparse(), "found torch.sparse_coo of torch.float32"),
+        (X[:0], r"found torch.float32 \(0, 3, 17, 19\)"),
+        (X.numpy(), "found ndarray"),
+        (None, "found NoneType"),
+    ],
+    ids=["float64", "float16", "bfloat16", "another device", "sparse", "an empty batch", "numpy", "None"],
+)
+def test_an_input_of_another_kind_is_one_error(residual: runtime.Engine, x: object, found: str) -> None:
+    with pytest.raises(GossamerError, match=found) as raised:
+        residual(x)
+    assert "\n" not in str(raised.value)
+    assert residual(X).shape == (3, 10)  # and the engine still runs
+
+
+class Mixed(nn.Module):
+    """Kernels, and a layer that torch computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.line = nn.Conv2d(3, 8, 3), nn.Conv1d(8, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(self.first(x).relu().mean(2))
+
+
+def test_contexts_of_torch_do_not_change_results() -> None:
+    engine = runtime.compile(pruned(Mixed(), 0.5), X, threads=1, tuned=False)
+    expected = engine(X)
+    for context in (
+        torch.no_grad(),
+        torch.inference_mode(),
+        torch.enable_grad(),
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autocast("cpu", torch.float16),
+    ):
+        with context:
+            found = engine(X)
+        assert found.dtype == torch.float32
+        assert torch.equal(found, expected)
+
+
+def test_nan_in_one_image_stays_there_and_is_gone_in_the_next_call(residual: runtime.Engine) -> None:
+    expected = residual(X)
+    for value in (float("nan"), float("inf"), -float("inf")):
+        x = X.clone()
+        x[1] = value
+        found = residual(x)
+        assert torch.equal(found[[0, 2]], expected[[0, 2]])
+        assert not found[1].isfinite().all()
+    assert torch.equal(residual(X), expected)
+
+
+def test_an_error_of_torch_in_a_call_names_the_operator_and_the_engine_still_runs() -> None:
+    model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 4))
+    engine = runtime.compile(model, torch.zeros(2, 5, dtype=torch.long), threads=1, tuned=False)
+    with pytest.raises(GossamerError, match=r"torch cannot compute aten\.embedding\.default: IndexError"):
+        engine(torch.full((2, 5), 10))
+    assert engine(torch.zeros(2, 5, dtype=torch.long)).shape == (2, 5, 4)
+
+
+def test_a_copy_of_an_engine_is_independent_of_it() -> None:
+    engine = runtime.compile(_small(), torch.randn(2, 2, 9, 9), threads=1, tuned=False)
+    x = torch.randn(2, 2, 9, 9)
+    expected = engine(x)  # its weights are those of the kernels from now on
+    other = copy.deepcopy(engine)
+    del engine
+    gc.collect()
+    assert torch.equal(other(x), expected)
+    assert torch.equal(other(x[:1]), expected[:1])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_engine_runs_in_a_forked_process_after_use(threads: int) -> None:
+    program = f"""
+import os, sys, torch
+from torch import nn
+from gossamer import runtime
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 3), nn.Tanh())
+x = torch.randn(4, 3, 30, 30)
+engine = runtime.compile(model, x, threads={threads}, tuned=False)
+expected = engine(x)
+child = os.fork()
+same = all(torch.equal(engine(x), expected) for _ in range(20))
+if child == 0:
+    os._exit(0 if same else 3)
+assert same and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+@pytest.mark.skipif(not _PAGES.exists(), reason="reads resident memory from /proc")
+def test_engines_that_nobody_holds_give_their_memory_back() -> None:
+    x = torch.randn(1, 1000)
+    model = pruned(nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1000)), 0.5)  # 4 MB of values and more
+
+    def one() -> Callable[[], object]:
+        engine = runtime.compile(model, x, threads=2, tuned=False)
+        engine(x)
+        return weakref.ref(engine)
+
+    for _ in range(3):
+        one()
+    gc.collect()
+    before = _resident()
+    references = [one() for _ in range(8)]
+    gc.collect()
+    assert all(reference() is None for reference in references)
+    assert _resident() - before < 24 << 20

@@ -4,7 +4,7 @@
 """
 
 from gossamer.benchmark.measurement import Timing, explain, format_ratio, labels, measure
-from gossamer.benchmark.runtimes import RUNTIMES, InMemory
+from gossamer.benchmark.runtimes import RUNTIMES, InMemory, name_of
 from gossamer.benchmark.timing import Ratio
 
-__all__ = ["RUNTIMES", "InMemory", "Ratio", "Timing", "explain", "format_ratio", "labels", "measure"]
+__all__ = ["RUNTIMES", "InMemory", "Ratio", "Timing", "explain", "format_ratio", "labels", "measure", "name_of"]

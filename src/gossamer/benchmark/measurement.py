@@ -72,6 +72,8 @@ class Timing:
     itself: Ratio | None = None
     """The control: the first file relative to itself, loaded twice."""
     notes: tuple[str, ...] = ()
+    inputs: tuple[tuple[int, ...], ...] = ()
+    """Their shapes."""
 
     @property
     def throughput(self) -> float | None:
@@ -220,6 +222,7 @@ def _timing(
         verdict=None if speed is None or itself is None else speed.verdict(itself.doubt),
         itself=itself,
         notes=notes,
+        inputs=tuple(tuple(int(size) for size in slot.shape) for slot in entry.slots),
     )
 
 
@@ -334,18 +337,22 @@ def explain(timings: Sequence[Timing]) -> list[str]:
 
 
 def _fastest(timings: Sequence[Timing], names: Mapping[str, str]) -> list[str]:
-    """Across runtimes: the fastest program, and the best time of the first file."""
+    """Across runtimes: the fastest program, and the best time of the first file, or of every other one if runtimes
+    begin with different files."""
     programs = [timing for timing in timings if timing.batch is not None]
-    firsts = [timing for timing in programs if timing.first is None]
-    if len({timing.runtime for timing in programs}) < 2 or len({timing.file for timing in firsts}) != 1:
+    if len({timing.runtime for timing in programs}) < 2:
         return []
-    best, first = (min(group, key=lambda timing: timing.median) for group in (programs, firsts))
-    if best is first:
-        return [f"fastest: {names[best.file]} in {best.runtime}, {1e3 * best.median:.3g} ms"]
-    return [
-        f"fastest: {names[best.file]} in {best.runtime}, {1e3 * best.median:.3g} ms; {names[first.file]} takes "
-        f"{1e3 * first.median:.3g} ms in {first.runtime}, {first.median / best.median:.2f}× as long"
-    ]
+    best = min(programs, key=lambda timing: timing.median)
+    references = list(dict.fromkeys(timing.file for timing in programs if timing.first is None))
+    if len(references) > 1:
+        references = [file for file in dict.fromkeys(timing.file for timing in programs) if file != best.file]
+    text = f"fastest: {names[best.file]} in {best.runtime}, {1e3 * best.median:.3g} ms"
+    for file in references:
+        own = min((timing for timing in programs if timing.file == file), key=lambda timing: timing.median)
+        if own is not best:
+            text += f"; {names[file]} takes {1e3 * own.median:.3g} ms in {own.runtime}, "
+            text += f"{own.median / best.median:.2f}× as long"
+    return [text]
 
 
 def format_ratio(ratio: Ratio) -> str:

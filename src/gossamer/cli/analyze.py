@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,6 +30,7 @@ from gossamer.cli.console import (
     show_warnings,
     show_written,
     simple_table,
+    without_log,
     writing,
 )
 from gossamer.cli.options import (
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from gossamer.analysis.proposal import Proposal
     from gossamer.analysis.sensitivity import LayerCost, SensitivityMap
     from gossamer.models import LoadedModel
+    from gossamer.runtime import Engine, LayerReport
 
 EPOCHS = 20.0
 """Length of a proposed recipe if neither a recipe nor a run sets one."""
@@ -75,6 +77,8 @@ class Analysis:
     hardware: list[Support]
     sensitivity: SensitivityMap | None = None
     proposal: Proposal | None = None
+    engine: Engine | None = None
+    """The model in gossamer.runtime, with measured times."""
     part: str | None = None
     """The data for the sensitivity: `train`, `test`, or the function that returns batches."""
     omitted: list[str] = field(default_factory=list[str])
@@ -128,6 +132,14 @@ def analyze(
         int | None, Option(min=1, metavar="N", help="Samples of the training set to use.", show_default="256")
     ] = None,
     quick: Annotated[bool, Option("--quick", help="Skip the sensitivity, which runs the model many times.")] = False,
+    runtime: Annotated[
+        bool,
+        Option(
+            "--runtime",
+            help="Compile the model for gossamer.runtime, and show the kernel and the time of each layer beside dense "
+            "torch. Takes about 20 seconds.",
+        ),
+    ] = False,
     output: Annotated[
         Path | None,
         Option("--output", "-o", metavar="FOLDER", help="Write analysis.json, layers.csv, plots and a recipe."),
@@ -139,7 +151,7 @@ def analyze(
 
     Lists parameters, MACs and zeros of each layer, now and after --recipe, and which layers can be 2:4, block4 or lose
     channels. With data it measures the accuracy when each layer alone is pruned, and with --target it proposes how
-    layers share a sparsity. The model does not change.
+    layers share a sparsity. With --runtime it measures what the CPU gains from the zeros. The model does not change.
     """
     _check_target(target, quick, pattern)
     if output is not None:
@@ -158,6 +170,8 @@ def analyze(
         analysis.warnings += loaded.warnings
         if loaded.example is None:
             analysis.omitted.append("MACs: the input shape is not known; give it with --input 1,3,224,224")
+        if runtime:
+            _compile(analysis, show)
         if quick:
             analysis.omitted.append("sensitivity: skipped because of --quick")
         else:
@@ -196,6 +210,21 @@ def _table_and_hardware(loaded: LoadedModel, recipe: str | None) -> tuple[ModelT
     with redirect_stdout(sys.stderr), option_errors(_OPTIONS, _FIXES):
         table = model_table(loaded.model, loaded.example, projection)
         return table, hardware_support(loaded.model, loaded.example)
+
+
+def _compile(analysis: Analysis, show: Show) -> None:
+    """Add the engine, or note why there is none."""
+    from gossamer import runtime
+
+    loaded = analysis.loaded
+    if loaded.example is None:
+        analysis.omitted.append("runtime: the input shape is not known; give it with --input 1,3,224,224")
+        return
+    try:
+        with redirect_stdout(sys.stderr), without_log():
+            analysis.engine = runtime.compile(loaded.model, loaded.example, progress=show)
+    except GossamerError as error:
+        analysis.omitted.append(f"runtime: {error}")
 
 
 def _measure(
@@ -315,9 +344,32 @@ def _as_data(analysis: Analysis) -> dict[str, Any]:
                 for name, score in proposal.calibration.items()
             },
         },
+        "runtime": None if analysis.engine is None else _runtime_as_data(analysis.engine),
         "left_out": list(analysis.omitted),
         "warnings": list(analysis.warnings),
     }
+
+
+def _runtime_as_data(engine: Engine) -> dict[str, Any]:
+    times = engine.times
+    if times is None:
+        return {"threads": engine.threads, "layers": [asdict(layer) for layer in engine.layers()]}
+    return {
+        "threads": engine.threads,
+        "inputs": [list(dims) for dims in times.inputs],
+        "seconds": times.total,
+        "dense_seconds": times.dense_total,
+        "gain": times.gain,
+        "verdict": times.verdict(),
+        "layers": [asdict(layer) | {"share": share} for layer, share in _shares(engine)],
+    }
+
+
+def _shares(engine: Engine) -> list[tuple[LayerReport, float]]:
+    """Every operator of an engine with its share of the time that all take."""
+    layers = engine.layers()
+    total = sum(layer.seconds or 0.0 for layer in layers)
+    return [(layer, (layer.seconds or 0.0) / total if total else 0.0) for layer in layers]
 
 
 def _input_shapes(example: Any) -> list[list[int]]:
@@ -336,6 +388,8 @@ def _show(analysis: Analysis) -> None:
         _print(line)
     _show_layers(analysis.table)
     _show_hardware(analysis.hardware, analysis.table)
+    if analysis.engine is not None:
+        _show_runtime(analysis.engine, analysis.table)
     if analysis.sensitivity is not None:
         _show_sensitivity(analysis.sensitivity, analysis.data)
     if analysis.proposal is not None:
@@ -461,6 +515,49 @@ def _show_hardware(supports: Sequence[Support], table: ModelTable) -> None:
             lines += [f"not {list_names(names)}: {reason}" for reason, names in by_reason(support.unable).items()]
         for line in lines:
             out.print(Padding(escape(line), (0, 0, 0, 6)), style="dim", highlight=False)
+    out.print()
+
+
+def _show_runtime(engine: Engine, table: ModelTable) -> None:
+    """The kernel and the time of each layer of the table, and of what else takes time."""
+    times, shares = engine.times, _shares(engine)
+    if times is None:
+        return
+    threads = f"{engine.threads} thread{'s' * (engine.threads > 1)}"
+    title = f"In gossamer.runtime and dense in torch, {threads}, times in ms"
+    shown = simple_table("layer", "computed by", "time", "share", "in torch", "ratio", title=title)
+
+    def add(name: str, kernel: str, seconds: float, share: str, dense: float, style: str = "") -> None:
+        cells = [name, kernel, f"{1e3 * seconds:.3f}", share, f"{1e3 * dense:.3f}", f"{dense / seconds:.2f}×"]
+        shown.add_row(*map(escape, cells), style=style)
+
+    known = {row.weight: _short(row.weight) for row in table.rows}
+    known |= {name: _short(name) for name in table.dense}
+    own: dict[str, list[tuple[LayerReport, float]]] = {}
+    others: list[tuple[LayerReport, float]] = []
+    for layer, share in shares:
+        if layer.weight in known:
+            own.setdefault(layer.weight, []).append((layer, share))
+        else:
+            others.append((layer, share))
+    rows = [(known[weight], own[weight]) for weight in known if weight in own]
+    for kernel, what in (("kernel", "others"), ("torch", "others")):
+        rest = [(layer, share) for layer, share in others if (layer.kernel == "torch") == (kernel == "torch")]
+        rows += [(f"{len(rest)} {what}", rest)] if rest else []
+    for name, found in rows:
+        seconds, dense = (sum(getattr(layer, key) or 0.0 for layer, _ in found) for key in ("seconds", "dense_seconds"))
+        kernels = dict.fromkeys(layer.kernel.partition(",")[0] for layer, _ in found)
+        kernel = next(iter(kernels)) if len(kernels) == 1 else ""
+        add(name, kernel, max(seconds, 1e-9), percent(sum(share for _, share in found)), dense)
+    shown.add_section()
+    add("whole network", "", times.total, "", times.dense_total, "bold")
+    out.print(shown)
+    _print(times.verdict())
+    reasons = {layer.name: layer.reason for layer, _ in shares if layer.reason and layer.weight in known}
+    for reason, names in by_reason(reasons).items():
+        _print(f"{list_names(names)}: {reason}")
+    if missing := [name for name in known if name not in own]:
+        _print(f"Not in the traced model under these names: {list_names(missing)}")
     out.print()
 
 

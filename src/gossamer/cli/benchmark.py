@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from rich.markup import escape
+from rich.table import Table
 from typer import Argument, Option
 
-from gossamer.cli.console import out, progress, reports_errors, show_json, simple_table, writing
+from gossamer.cli.console import out, progress, reports_errors, say, show_json, simple_table, writing
 from gossamer.cli.options import AsJson, Imports
 from gossamer.errors import GossamerError
 from gossamer.runner.formatting import format_size
@@ -63,7 +64,7 @@ def benchmark(
     Files run in a random order in each round. The table shows the median, the 5th and 95th percentile, and the speed
     relative to the first file with its 95 % interval. For files of weights, which contain no program, reading is timed.
     """
-    from gossamer.benchmark import explain, labels, measure
+    from gossamer.benchmark import explain, labels, measure, name_of
 
     if output is not None and output.suffix != ".json":
         raise GossamerError(f"expected a .json file, found '{output}'", "--output")
@@ -95,8 +96,20 @@ def benchmark(
     if as_json:
         show_json(results)
         return
-    for _, group in groupby(timings, key=lambda timing: timing.runtime):
-        _show(list(group), threads)
+    runtimes = {file: [one.runtime for one in timings if one.file == file] for file in map(name_of, candidates)}
+    if len({tuple(group) for group in runtimes.values()}) > 1:
+        for file, group in runtimes.items():
+            say(f"{names[file]} runs in {' and '.join(group)}")
+    groups = [list(group) for _, group in groupby(timings, key=lambda timing: timing.runtime)]
+    tables = [_table(group, names) for group in groups]
+    if any(out.measure(table, options=out.options.update(max_width=1000)).maximum > out.width for table in tables):
+        numbers = {file: str(number) for number, file in enumerate(names, 1)}
+        for file, number in numbers.items():
+            say(f"{number}: {names[file]}")
+        tables = [_table(group, numbers) for group in groups]
+    for group, table in zip(groups, tables, strict=True):
+        out.print(_heading(group, threads), highlight=False, markup=False)
+        out.print(table)
     for conclusion in conclusions:
         out.print(f"• {conclusion}", highlight=False, markup=False)
 
@@ -132,15 +145,20 @@ def _parse_shape(text: str) -> tuple[str, list[int]]:
     return name, shape
 
 
-def _show(timings: Sequence[Timing], threads: int) -> None:
-    """Print the results of one runtime."""
-    from gossamer.benchmark import format_ratio, labels
-
-    one, names = timings[0], labels(timings)
+def _unit(timings: Sequence[Timing]) -> tuple[str, float]:
     smallest = min(timing.low for timing in timings)
-    unit, factor = ("s", 1.0) if smallest >= 1 else ("ms", 1e3) if smallest >= 1e-3 else ("µs", 1e6)
-    digits = 2 if smallest * factor < 10 else 1
-    table = simple_table("file", "size", "zeros", "median", "5–95 %", *(["per s"] if one.batch else []), "speed")
+    return ("s", 1.0) if smallest >= 1 else ("ms", 1e3) if smallest >= 1e-3 else ("µs", 1e6)
+
+
+def _table(timings: Sequence[Timing], names: Mapping[str, str]) -> Table:
+    """The results of one runtime; file names are not broken."""
+    from gossamer.benchmark import format_ratio
+
+    one, (_, factor) = timings[0], _unit(timings)
+    digits = 2 if min(timing.low for timing in timings) * factor < 10 else 1
+    columns = "size", "zeros", "median", "5–95 %", *(["per s"] if one.batch else []), "speed"
+    table = simple_table("file", *columns)
+    table.columns[0].no_wrap = True
     for timing in timings:
         table.add_row(
             escape(names[timing.file]),
@@ -152,13 +170,16 @@ def _show(timings: Sequence[Timing], threads: int) -> None:
             "1" if timing.speed is None else format_ratio(timing.speed),
             style=_STYLES[timing.verdict or "same"],
         )
+    return table
+
+
+def _heading(timings: Sequence[Timing], threads: int) -> str:
+    one = timings[0]
     what = "reading the file"
     if one.batch is not None:
         what = f"batch {one.batch}, {threads} thread{'s' * (threads > 1)}"
     version = "" if one.batch is None else f" {one.version}"
-    heading = f"{one.runtime}{version}: {what}, {one.rounds} round{'s' * (one.rounds > 1)}, times in {unit}"
-    out.print(heading, highlight=False, markup=False)
-    out.print(table)
+    return f"{one.runtime}{version}: {what}, {one.rounds} round{'s' * (one.rounds > 1)}, times in {_unit(timings)[0]}"
 
 
 def _as_data(timing: Timing) -> dict[str, object]:

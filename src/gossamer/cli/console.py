@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -112,6 +113,17 @@ def _log(kind: str, style: str, message: str) -> None:
     printable = "".join(character if character.isprintable() else "\ufffd" for character in message)
     err.print(f"[{style}]{kind}:[/]", end=" ")
     err.print(printable, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def without_log() -> Generator[None]:
+    """No log messages of the library, for a command that prints the same itself."""
+    logger = logging.getLogger("gossamer")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def show_json(value: object) -> None:

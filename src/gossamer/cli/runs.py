@@ -109,7 +109,8 @@ def report(
         bool, Option("--sensitivity", help="First measure the sensitivity of layers, which takes longer.")
     ] = False,
     benchmark: Annotated[
-        Path | None, Option(metavar="FILE", help="Include the results of gossamer benchmark --output.")
+        list[Path] | None,
+        Option(metavar="FILE", help="Include the results of gossamer benchmark --output; repeatable."),
     ] = None,
     imports: Imports = None,
     as_json: AsJson = False,

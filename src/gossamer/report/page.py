@@ -53,8 +53,8 @@ class Article:
     sections: tuple[Section, ...]
 
 
-def render(runs: Sequence[RunContent], speed: Speed | None = None) -> str:
-    """The page of one run, or of several side by side, with the results of a benchmark if given."""
+def render(runs: Sequence[RunContent], speed: Sequence[Speed] = ()) -> str:
+    """The page of one run, or of several side by side, with the results of benchmarks if given."""
     sections, articles = list(_shared_sections(runs, speed)), list[Article]()
     if len(runs) == 1:
         lead = f"{runs[0].method} · {runs[0].state}"
@@ -102,13 +102,13 @@ def _asset(name: str) -> Markup:
     return Markup(text)
 
 
-def _shared_sections(runs: Sequence[RunContent], speed: Speed | None) -> Iterable[Section]:
+def _shared_sections(runs: Sequence[RunContent], speed: Sequence[Speed]) -> Iterable[Section]:
     if len(runs) == 1:
         yield Section("summary", "Summary", "summary", runs[0])
     else:
         columns = list(dict.fromkeys(name for run in runs for name, _ in run.figures))
         yield Section("summary", "Comparison", "comparison", {"runs": runs, "columns": columns})
-    if speed is not None:
+    if speed:
         yield Section("speed", "Speed", "speed", speed)
     yield Section("progress", "Accuracy and sparsity", "progress", _progress(runs))
     yield from _schedule(runs)

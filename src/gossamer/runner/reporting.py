@@ -70,12 +70,14 @@ MIN_SPARSITY = 0.001
 
 
 def report(
-    folders: Sequence[str | Path], output: str | Path | None = None, benchmark: str | Path | None = None
+    folders: Sequence[str | Path],
+    output: str | Path | None = None,
+    benchmark: str | Path | Sequence[str | Path] | None = None,
 ) -> Path:
     """Write the page of one run, by default into its folder, or of several, by default into the working folder.
 
-    `benchmark` is a file that `gossamer benchmark --output` wrote. Raises `GossamerError` if a folder holds no
-    run, or if `output` exists and is not a report.
+    `benchmark` is a file that `gossamer benchmark --output` wrote, or several. Raises `GossamerError` if a folder
+    holds no run, or if `output` exists and is not a report.
     """
     if not folders:
         raise GossamerError("report: no run folder given; give one, such as runs/res18")
@@ -85,7 +87,8 @@ def report(
     for folder in paths if output is None else ():
         check_links(folder)
     names = _labels(paths)
-    speed = None if benchmark is None else read_speed(Path(benchmark), paths)
+    files = [benchmark] if isinstance(benchmark, str | Path) else benchmark or []
+    speed = [read_speed(Path(file), paths) for file in files]
     text = render([run_content(folder, name) for folder, name in zip(paths, names, strict=True)], speed)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -493,6 +496,7 @@ class _Timing(BaseModel):
     runtime: str
     version: str | None
     batch: int | None
+    inputs: list[list[int]] = []
     rounds: int
     contents: _Contents
     sparsity: float
@@ -524,7 +528,8 @@ def read_speed(path: Path, folders: Sequence[Path]) -> Speed:
     for runtime, group in groupby(benchmark.timings, key=lambda timing: timing.runtime):
         timings = list(group)
         first = timings[0]
-        what = "reading the file" if first.batch is None else f"batch {first.batch}, threads: {benchmark.threads}"
+        inputs = " and ".join("×".join(map(str, shape)) for shape in first.inputs) or f"batch {first.batch}"
+        what = "reading the file" if first.batch is None else f"{inputs}, threads: {benchmark.threads}"
         title = f"{runtime} {first.version or ''}: {what}, rounds: {first.rounds}"
         files = tuple(_timed(timing, runs.get(timing.file.resolve().parent)) for timing in timings)
         tables.append(SpeedTable(title, files))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -14,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gossamer.errors import GossamerError, short_error
+from gossamer.progress import Progress
 from gossamer.runtime.arena import Binding, bind
 from gossamer.runtime.attention import with_attention
 from gossamer.runtime.evaluate import call_operator
@@ -21,24 +25,34 @@ from gossamer.runtime.file import load_plan, save_plan
 from gossamer.runtime.formulas import with_formulas, with_linear_layers
 from gossamer.runtime.graph import Attention, Convolution, Elementwise, Graph, Linear, Node, Ref, simplify, trace
 from gossamer.runtime.integer_layers import IntegerLayer
+from gossamer.runtime.layers import SMALL_GAIN, LayerReport, Times, layer_names, reports, separate, table
+from gossamer.runtime.measure import dense_times, least, torch_threads
 from gossamer.runtime.operators import SparseLayer
 from gossamer.runtime.plan import Plan, TorchStep, build_plan
 from gossamer.runtime.trial import trials
 from gossamer.runtime.tuning import tune
 from gossamer.runtime.weights import SparseWeight
 
+logger = logging.getLogger("gossamer")
+
 _tracing = threading.Lock()
 """torch.export works in one thread at a time."""
 
 
 def compile(
-    model: nn.Module, example_inputs: Tensor | tuple[Any, ...], *, threads: int | None = None, tuned: bool = True
+    model: nn.Module,
+    example_inputs: Tensor | tuple[Any, ...],
+    *,
+    threads: int | None = None,
+    tuned: bool = True,
+    progress: Progress = lambda _label, _share: None,
 ) -> Engine:
     """Compile a model for this CPU.
 
     `example_inputs` is a tensor or a tuple of arguments. The batch size and the number of tokens may differ from call
     to call; other sizes are fixed. `threads` is torch's number of threads by default. `tuned=False` skips the
-    measurements that choose how each layer is computed.
+    measurements that choose how each layer is computed, and those for `summary()`. Logs a warning if the engine is no
+    faster than dense torch on the example inputs.
     """
     example = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
     if not isinstance(cast(object, model), nn.Module):
@@ -46,6 +60,7 @@ def compile(
     if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(example)):
         raise GossamerError("example_inputs: expected a tensor, or a tuple of arguments with a tensor")
     training = [module for module in model.modules() if module.training]
+    progress("tracing the model", 0.0)
     try:
         with _tracing, torch.no_grad():
             traced = with_linear_layers(trace(model.eval(), example))
@@ -58,9 +73,10 @@ def compile(
     finally:
         for module in training:
             module.training = True
-    plan = build_plan(graph)
-    seconds = tune(plan, _sizes(graph, pytree.tree_leaves(example))) if tuned else {}
-    return Engine(plan, torch.get_num_threads() if threads is None else threads, seconds)
+    engine = Engine.of(graph, pytree.tree_leaves(example), threads, tuned, progress)
+    if engine.times is not None and engine.times.gain < SMALL_GAIN:
+        logger.warning("gossamer.runtime: %s engine.summary() has the time of each layer.", engine.times.verdict())
+    return engine
 
 
 def load(path: str | os.PathLike[str], *, threads: int | None = None) -> Engine:
@@ -71,32 +87,45 @@ def load(path: str | os.PathLike[str], *, threads: int | None = None) -> Engine:
 class Engine:
     """A compiled model. Calls from several threads at once are independent of each other."""
 
-    def __init__(self, plan: Plan, threads: int = 1, seconds: Mapping[str, float] | None = None) -> None:
+    def __init__(self, plan: Plan, threads: int = 1, times: Times | None = None) -> None:
         if type(threads) is not int or threads < 1:
             raise GossamerError(f"threads: expected a number of at least 1, found {threads!r}")
         self.threads = threads
-        self._plan, self._seconds = plan, seconds or {}
+        self._plan, self._times = plan, times
         self._bindings: dict[tuple[object, ...], Binding] = {}
         self._arenas: list[np.ndarray] = []
         self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, graph: Graph, leaves: Sequence[Any], threads: int | None, tuned: bool, progress: Progress) -> Engine:
+        """The engine of a graph, tuned and measured on these inputs if it is to be."""
+        engine = cls(build_plan(graph), torch.get_num_threads() if threads is None else threads)
+        if tuned:
+            engine._tune(leaves, progress)
+        return engine
 
     def __call__(self, *args: Any) -> Any:
         """The model's outputs."""
         return pytree.tree_unflatten(self.flat(pytree.tree_leaves(args)), self._plan.graph.out_spec)
 
-    def flat(self, leaves: Sequence[Any]) -> list[Any]:
+    def flat(self, leaves: Sequence[Any], after_step: Callable[[], object] = lambda: None) -> list[Any]:
         """All outputs in order, for all inputs in order."""
         graph = self._plan.graph
         sizes = _sizes(graph, leaves)
-        with torch.inference_mode():
-            binding = self._bind(sizes)
-            arena = self._take(binding.arena_bytes)
-            try:
-                values = {**graph.constants, **dict(zip(graph.inputs, leaves, strict=True))}
-                return _Call(self._plan, binding, arena, values).run(self.threads)
-            finally:
-                with self._lock:
-                    self._arenas.append(arena)
+        try:
+            with torch.inference_mode(), torch.autocast("cpu", enabled=False):
+                binding = self._bind(sizes)
+                arena = self._take(binding.arena_bytes)
+                try:
+                    values = {**graph.constants, **dict(zip(graph.inputs, leaves, strict=True))}
+                    return _Call(self._plan, binding, arena, values).run(self.threads, after_step)
+                finally:
+                    with self._lock:
+                        self._arenas.append(arena)
+        except GossamerError:
+            raise
+        except Exception as error:  # torch's, for an index out of range and the like, or of memory
+            raise GossamerError(f"the engine cannot compute these inputs: {short_error(error)}") from error
 
     @property
     def graph(self) -> Graph:
@@ -113,7 +142,7 @@ class Engine:
         return [op for op in self._plan.operators if isinstance(op, SparseLayer)]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"plan": self._plan, "threads": self.threads, "seconds": dict(self._seconds)}
+        return {"plan": self._plan, "threads": self.threads, "times": self._times}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
@@ -122,25 +151,60 @@ class Engine:
         """Write the engine to one file, with every choice and without the model's class."""
         save_plan(self._plan, path)
 
+    def layers(self) -> list[LayerReport]:
+        """What computes each operator of the model, the zeros of its weight, and its time if it was measured."""
+        return reports(self._plan, self._times)
+
+    @property
+    def times(self) -> Times | None:
+        """Times of whole calls, of the engine and of dense torch; None if nothing was measured."""
+        return self._times
+
     def summary(self) -> str:
-        """One line per operator: what computes it, the zeros of its weight, and the time measured for one image."""
-        lines = [f"{'output':32} {'operator':16} {'weight':>20} {'zeros':>7} {'tile':>16} {'ms':>8}"]
-        for step in self._plan.steps:
-            if isinstance(step, TorchStep):
-                lines.append(f"{step.node.output[:32]:32} torch: {step.node.op}")
-                continue
-            for op in step.operators:
-                line = f"{op.output[:32]:32} {type(op).__name__:16}"
-                if isinstance(op, SparseLayer | IntegerLayer):
-                    share = op.weight.zeros
-                    tile = "8-bit"
-                    if isinstance(op, SparseLayer):
-                        tile = f"{op.vectors} {op.chunk} {op.rows}{f' {op.form}' if op.takes_vectors else ''}"
-                    taken = self._seconds.get(op.output)
-                    shape = "×".join(map(str, op.weight.shape))
-                    line += f" {shape:>20} {share:>7.1%} {tile:>16} {'' if taken is None else f'{1e3 * taken:8.3f}':>8}"
-                lines.append(line)
-        return "\n".join([*lines, f"weights: {self.weight_bytes:,} bytes in memory"])
+        """`layers()` as a table, with the time in dense torch beside each, and what is gained overall."""
+        memory = f"Weights take {self.weight_bytes / 1e6:.1f} MB of memory."
+        verdict = "Nothing was measured: call measure(*inputs)." if self._times is None else self._times.verdict()
+        return "\n".join([table(self.layers(), self._times), "", verdict, memory])
+
+    def measure(self, *args: Any) -> Times:
+        """Measure every operator on these inputs, here and in dense torch, for `layers()` and `summary()`."""
+        return self._measure(pytree.tree_leaves(args))
+
+    def _tune(self, leaves: Sequence[Any], progress: Progress) -> None:
+        """Choose how each layer is computed, and measure the result."""
+        names = layer_names(self.graph)
+        tune(
+            self._plan,
+            _sizes(self.graph, leaves),
+            lambda name, share: progress(f"measuring {names.get(name, name)}", 0.1 + 0.8 * share),
+        )
+        progress("comparing with dense torch", 0.9)
+        try:
+            self._times = self._measure(leaves)
+        except GossamerError:
+            return  # inputs that are made up for an ONNX file need not fit it
+        progress("comparing with dense torch", 1.0)
+
+    def _measure(self, leaves: Sequence[Any]) -> Times:
+        apart, now = Engine(separate(self._plan), self.threads), time.perf_counter
+
+        def total() -> list[float]:
+            start = now()
+            self.flat(leaves)
+            return [now() - start]
+
+        def steps() -> list[float]:
+            marks = [now()]
+            apart.flat(leaves, lambda: marks.append(now()))
+            return [end - start for start, end in pairwise(marks)]
+
+        (seconds,), by_step = least(total), least(steps)
+        with torch.inference_mode(), torch_threads(self.threads):
+            dense, dense_total = dense_times(self.graph, leaves, _compute)
+        shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
+        sizes = _sizes(self.graph, leaves)
+        self._times = Times(self.threads, shapes, sizes, by_step, dense, seconds, dense_total)
+        return self._times
 
     def _bind(self, sizes: Mapping[str, int]) -> Binding:
         key = (self.threads, *sorted(sizes.items()))
@@ -176,6 +240,7 @@ def _sizes(graph: Graph, leaves: Sequence[Any]) -> dict[str, int]:
         fits = (
             isinstance(leaf, Tensor)
             and leaf.dtype == dtype
+            and leaf.layout == torch.strided
             and leaf.device.type == "cpu"
             and leaf.dim() == len(expected)
         )
@@ -184,7 +249,8 @@ def _sizes(graph: Graph, leaves: Sequence[Any]) -> dict[str, int]:
         if not fits:
             shape = ", ".join("any" if isinstance(size, str) else str(size) for size in expected)
             actual = (
-                f"{leaf.dtype} {tuple(leaf.shape)} on {leaf.device}"
+                f"{'' if leaf.layout == torch.strided else f'{leaf.layout} of '}{leaf.dtype} {tuple(leaf.shape)} "
+                f"on {leaf.device}"
                 if isinstance(leaf, Tensor)
                 else type(leaf).__name__
             )
@@ -200,18 +266,26 @@ class _Call:
         self._floats = torch.from_numpy(arena[: arena.nbytes // 4 * 4].view(np.float32))
         self._copied: set[str] = set()
 
-    def run(self, threads: int) -> list[Any]:
+    def run(self, threads: int, after_step: Callable[[], object]) -> list[Any]:
         self._binding.clear(self._arena)
         for k, step in enumerate(self._plan.steps):
             if isinstance(step, TorchStep):
-                self._values[step.node.output] = _compute(step.node, self._value)
+                self._values[step.node.output] = self._compute(step.node)
+                after_step()
                 continue
             for name in (name for op in step.operators for name in op.inputs):
                 if name in self._plan.packed and name not in self._copied:
                     self._pack(name, self._values[self._plan.packed[name]])
                     self._copied.add(name)
             self._binding.run(k, self._arena.ctypes.data, threads)
+            after_step()
         return [self._value(ref) for ref in self._plan.graph.outputs]
+
+    def _compute(self, node: Node) -> Any:
+        try:
+            return _compute(node, self._value)
+        except Exception as error:  # any operator, any reason
+            raise GossamerError(f"'{node.output}': torch cannot compute {node.op}: {short_error(error)}") from error
 
     def _value(self, ref: Any) -> Any:
         """The value of an argument; a planar activation is copied out of the arena."""

@@ -20,7 +20,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, short_error
 from gossamer.io import (
     DTYPES,
     DTYPES_BY_NAME,
@@ -78,6 +78,11 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     graph = plan.graph
     for node in graph.nodes:
         _check_operator(node.op)
+    structure = pytree.treespec_dumps(graph.out_spec)
+    try:
+        _structure(structure)
+    except ValueError as error:
+        raise GossamerError(f"the model's outputs: {error}; return a dict, list or tuple") from error
     tensors: dict[str, Tensor] = {}
     for name, value in graph.constants.items():
         if isinstance(value, SparseWeight):
@@ -96,9 +101,10 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
         "shapes": graph.shapes,
         "dtypes": {name: DTYPES[dtype] for name, dtype in graph.dtypes.items()},
         "sparse": sparse,
+        "origins": {name: origin for name, origin in graph.origins.items() if name in sparse},
         "choices": choices(plan),
         "forms": forms(plan),
-        "output_structure": pytree.treespec_dumps(graph.out_spec),
+        "output_structure": structure,
     }
     metadata = {
         "kind": KIND,
@@ -143,8 +149,10 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         plan = build_plan(graph)
         set_choices(plan, cast(dict[str, Choice], content["choices"]))
         set_forms(plan, cast(dict[str, str], content.get("forms", {})))
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError, RuntimeError) as error:
-        raise GossamerError(f"{source}: not a valid engine ({type(error).__name__}: {error})") from error
+        named = (size for name in graph.inputs for size in graph.shapes.get(name, ()))
+        plan.layouts({size: 1 for size in named if isinstance(size, str)})  # raises if an activation has no shape
+    except Exception as error:  # any content, any reason
+        raise GossamerError(f"{source}: not a valid engine ({short_error(error)})") from error
     return plan
 
 
@@ -175,15 +183,36 @@ def _graph(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Graph:
     shapes = {name: tuple(_dim(size) for size in shape) for name, shape in content["shapes"].items()}
     dtypes = {name: DTYPES_BY_NAME[dtype] for name, dtype in content["dtypes"].items()}
     inputs = [_text(name) for name in content["inputs"]]
+    if untyped := shapes.keys() - dtypes.keys():
+        raise ValueError(f"'{min(untyped)}' has a shape and no dtype")
+    if len(set(inputs)) != len(inputs):
+        raise ValueError("an input is listed twice")
     graph = Graph([_decode_node(node) for node in content["nodes"]], inputs, [], constants, shapes, dtypes)
     graph.outputs = list(_decode(content["outputs"]))
-    graph.out_spec = pytree.treespec_loads(content["output_structure"])
+    graph.out_spec = _structure(content["output_structure"])
+    if graph.out_spec.num_leaves != len(graph.outputs):
+        raise ValueError(f"{len(graph.outputs)} outputs for a structure of {graph.out_spec.num_leaves}")
+    graph.origins = {name: _text(origin) for name, origin in content.get("origins", {}).items()}
     known = {*inputs, *constants}
     for node in graph.nodes:
         if missing := [name for name in node.inputs if name not in known]:
             raise ValueError(f"'{node.output}' uses '{missing[0]}', which nothing computes")
         known.add(node.output)
     return graph
+
+
+def _structure(text: str) -> Any:
+    """The structure of outputs. torch imports the modules that contexts with JSON objects name: those are refused."""
+
+    def check(part: Any) -> None:
+        context = part["context"]
+        if context is not None and (not isinstance(context, str) or "{" in context):
+            raise ValueError(f"a structure with a {part['type']} is not supported in engine files")
+        for child in part["children_spec"]:
+            check(child)
+
+    check(json.loads(text)[1])
+    return pytree.treespec_loads(text)
 
 
 def _check_operator(op: str) -> None:
@@ -206,6 +235,9 @@ def _decode_node(entry: Mapping[str, Any]) -> Node:
     given = {name: value if name in ("op", "output") else _decode(value) for name, value in entry.items()}
     node = kind(**given)
     _text(node.output)
+    least = 4 if kind is Attention else 0 if kind is Node else 2
+    if len(node.args) < least or (least and not isinstance(node.args[0], Ref)):
+        raise ValueError(f"'{node.output}': arguments are {node.args}")
     for item in fields(node):
         value: Any = getattr(node, item.name)
         if item.name in ("weight", "bias"):
@@ -223,9 +255,9 @@ def _decode_node(entry: Mapping[str, Any]) -> Node:
         elif item.name == "scale" and type(value) is not float:
             raise ValueError(f"'{node.output}': scale is {value!r}")
         elif item.name in ("size", "stride", "dilation", "padding"):
-            least = 0 if item.name == "padding" else 1
+            smallest = 0 if item.name == "padding" else 1
             pair = cast(Sequence[Any], value)
-            if len(pair) != 2 or not all(type(one) is int and least <= one <= _LARGEST for one in pair):
+            if len(pair) != 2 or not all(type(one) is int and smallest <= one <= _LARGEST for one in pair):
                 raise ValueError(f"'{node.output}': {item.name} is {value}")
     return node
 

@@ -29,6 +29,7 @@ def with_linear_layers(graph: Graph) -> Graph:
             if isinstance(weight, Tensor) and isinstance(vector, Tensor) and tuple(vector.shape) == weight.shape[1:]:
                 name = f"{node.output}.weight"
                 constants[name] = weight.T.contiguous()
+                graph.origins[name] = graph.origins.get(str(factor.name), str(factor.name))
                 nodes.append(Node("aten.linear.default", node.output, (x, Ref(name), bias)))
                 continue
         nodes.append(node)

@@ -116,6 +116,8 @@ class Graph:
     dtypes: dict[str, torch.dtype]
     scales: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """By weight of integers: one factor, or one for each output channel."""
+    origins: dict[str, str] = field(default_factory=dict[str, str])
+    """By constant: the parameter of the model that it comes from, if its name differs."""
     in_spec: Any = None
     out_spec: Any = None
 
@@ -153,7 +155,7 @@ def trace(model: nn.Module, example: tuple[Any, ...]) -> Graph:
     constants: dict[str, Tensor | SparseWeight]
     constants = {name: cast(Tensor, state[source]).detach() for name, source in sources.items()}
     inputs = cast(list[str], list(signature.user_inputs))
-    graph = Graph([], inputs, [], constants, {}, {})
+    graph = Graph([], inputs, [], constants, {}, {}, origins=sources)
     graph.in_spec, graph.out_spec = program.call_spec.in_spec, program.call_spec.out_spec
     for node in program.graph.nodes:
         value = node.meta.get("val")
@@ -221,7 +223,7 @@ def _folded(graph: Graph) -> Graph:
         source = cast(Ref, norm.args[0]).name
         conv = replaced.get(source)
         if isinstance(conv, Convolution) and users[source] == 1 and users[norm.output] == 1:
-            replaced[node.output] = replace(_with_norm(conv, norm, constants, graph.scales), output=node.output)
+            replaced[node.output] = replace(_with_norm(conv, norm, constants, graph), output=node.output)
             done |= {source, norm.output}
     kept = [replaced.get(node.output, node) for node in graph.nodes if node.output not in done]
     return replace(graph, nodes=kept, constants={**constants})
@@ -276,13 +278,14 @@ def pair(value: Any) -> tuple[int, int]:
     return (values[0], values[-1])
 
 
-def _with_norm(conv: Convolution, norm: Node, constants: dict[str, Tensor], scales: dict[str, Tensor]) -> Convolution:
+def _with_norm(conv: Convolution, norm: Node, constants: dict[str, Tensor], graph: Graph) -> Convolution:
     factor, shift = norm_factors(norm, constants)
     weight, bias = f"{conv.output}.weight.folded", f"{conv.output}.bias.folded"
     constants[weight] = (constants[conv.weight].double() * factor.reshape(-1, 1, 1, 1)).float()
     constants[bias] = (constants[conv.bias].double() * factor + shift).float()
-    if conv.weight in scales and bool((factor != 0).all()):
-        scales[weight] = (scales[conv.weight].double() * factor.abs()).float()
+    graph.origins[weight] = graph.origins.get(conv.weight, conv.weight)
+    if conv.weight in graph.scales and bool((factor != 0).all()):
+        graph.scales[weight] = (graph.scales[conv.weight].double() * factor.abs()).float()
     return replace(conv, weight=weight, bias=bias)
 
 

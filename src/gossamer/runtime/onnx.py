@@ -15,19 +15,25 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.utils._pytree as pytree
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from gossamer.errors import GossamerError, nearest
-from gossamer.export.onnx.model_files import read_model
+from gossamer.errors import GossamerError, nearest, short_error
+from gossamer.export.onnx.model_files import external_files, parse_model, read_model
+from gossamer.progress import Progress
 from gossamer.runtime._onnx_functions import FUNCTIONS, constant, dtype_of, integers, tensor_of
 from gossamer.runtime.attention import with_attention
 from gossamer.runtime.engine import Engine
 from gossamer.runtime.formulas import with_formulas, without_repetitions
 from gossamer.runtime.graph import Graph, Node, Ref, simplify, without_unused
-from gossamer.runtime.plan import build_plan
+from gossamer.runtime.session_options import (
+    ModelMetadata,
+    Providers,
+    check_providers,
+    get_available_providers,
+    thread_count,
+)
 from gossamer.runtime.trial import fill_shapes, trials
-from gossamer.runtime.tuning import tune
 from gossamer.runtime.weights import SparseWeight
 
 Array = NDArray[Any]
@@ -48,16 +54,32 @@ class InferenceSession:
     Sizes with a name, such as the batch size, may differ from call to call.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, threads: int | None = None, tuned: bool = True) -> None:
-        graph, self._outputs = read_graph(path)
+    def __init__(
+        self,
+        path_or_bytes: str | os.PathLike[str] | bytes,
+        sess_options: Any = None,
+        providers: Providers | None = None,
+        provider_options: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        threads: int | None = None,
+        tuned: bool = True,
+        progress: Progress = lambda _label, _share: None,
+    ) -> None:
+        check_providers(providers)
+        count = thread_count(sess_options, threads)
+        graph, self._outputs, self._metadata = read_graph(path_or_bytes)
         pair = trials(graph)
         if pair is not None:
             fill_shapes(graph, pair)
-        plan = build_plan(simplify(with_formulas(with_attention(without_repetitions(graph), pair))))
-        sizes = {size: 1 for name in graph.inputs for size in graph.shapes[name] if isinstance(size, str)}
-        seconds = tune(plan, sizes) if tuned else {}
-        self.engine = Engine(plan, torch.get_num_threads() if threads is None else threads, seconds)
+        graph = simplify(with_formulas(with_attention(without_repetitions(graph), pair)))
+        self.engine = Engine.of(graph, _example(graph), count, tuned, progress)
         self._graph = graph
+
+    def get_providers(self) -> list[str]:
+        return get_available_providers()
+
+    def get_modelmeta(self) -> ModelMetadata:
+        return self._metadata
 
     def get_inputs(self) -> list[Argument]:
         return [self._argument(name) for name in self._graph.inputs]
@@ -65,35 +87,75 @@ class InferenceSession:
     def get_outputs(self) -> list[Argument]:
         return [self._argument(name) for name in self._outputs]
 
-    def run(self, output_names: Sequence[str] | None, input_feed: Mapping[str, Array]) -> list[Array]:
+    def run(
+        self, output_names: Sequence[str] | None, input_feed: Mapping[str, ArrayLike], run_options: Any = None
+    ) -> list[Array]:
         """The outputs of these names, or all, for arrays by the names of the inputs."""
+        if not isinstance(cast(object, input_feed), Mapping):
+            raise GossamerError(f"input_feed: expected arrays by name, found {type(input_feed).__name__}")
         for name in input_feed:
             if name not in self._graph.inputs:
                 raise GossamerError(f"there is no input '{name}'{nearest(name, self._graph.inputs)}")
         missing = [name for name in self._graph.inputs if name not in input_feed]
         if missing:
             raise GossamerError(f"input '{missing[0]}' is missing")
-        chosen = self._outputs if output_names is None else list(output_names)
+        chosen = list(output_names or self._outputs)
         for name in chosen:
             if name not in self._outputs:
                 raise GossamerError(f"there is no output '{name}'{nearest(name, self._outputs)}")
-        arrays = (np.ascontiguousarray(input_feed[name]) for name in self._graph.inputs)
-        found = self.engine.flat([torch.from_numpy(array) for array in arrays])
+        found = self.engine.flat([_tensor(name, input_feed[name]) for name in self._graph.inputs])
         results = dict(zip(self._outputs, found, strict=True))
         return [cast(Tensor, results[name]).numpy() for name in chosen]
 
     def _argument(self, name: str) -> Argument:
         shape = list(self._graph.shapes.get(name, ()))
-        dtype = str(self._graph.dtypes.get(name, torch.float32)).removeprefix("torch.").replace("float32", "float")
-        return Argument(name, shape, f"tensor({dtype})")
+        dtype = str(self._graph.dtypes.get(name, torch.float32)).removeprefix("torch.")
+        return Argument(name, shape, f"tensor({_TYPES.get(dtype, dtype)})")
 
 
-def read_graph(path: str | os.PathLike[str]) -> tuple[Graph, list[str]]:
-    """The graph of a file, and the names of its outputs. Raises `GossamerError` for unsupported operators."""
+_TYPES = {"float32": "float", "float64": "double"}
+"""onnxruntime's names of types, where they differ from torch's."""
+
+
+def _tensor(name: str, value: ArrayLike) -> Tensor:
+    """A tensor over an array, which is copied only if torch cannot read it in place."""
+    try:
+        return torch.from_numpy(np.require(value, requirements=["C", "W"]))
+    except (TypeError, ValueError) as error:  # text, objects, or lists of different lengths
+        raise GossamerError(f"input '{name}': expected an array of numbers: {short_error(error)}") from error
+
+
+def _example(graph: Graph) -> list[Tensor]:
+    """Inputs to measure with: normal floats, ones for integers, and a size of 1 where any is possible."""
+    random = torch.Generator().manual_seed(0)
+    found: list[Tensor] = []
+    for name in graph.inputs:
+        shape = [size if isinstance(size, int) else 1 for size in graph.shapes.get(name, ())]
+        dtype = graph.dtypes.get(name, torch.float32)
+        floats = dtype.is_floating_point
+        found.append(torch.randn(shape, generator=random).to(dtype) if floats else torch.ones(shape, dtype=dtype))
+    return found
+
+
+def read_graph(source: str | os.PathLike[str] | bytes) -> tuple[Graph, list[str], ModelMetadata]:
+    """The graph of a file or of its bytes, the names of its outputs, and what it says about itself.
+
+    Raises `GossamerError` for unsupported operators.
+    """
     import onnx
     from onnx import numpy_helper, shape_inference
 
-    model: Any = shape_inference.infer_shapes(read_model(path), data_prop=True)
+    if isinstance(source, bytes):
+        path, content = "the bytes of the model", parse_model(source, "the bytes of the model")
+        if names := external_files(content):
+            raise GossamerError(f"{path}: its weights are in '{min(names)}'; give the path of the file instead")
+    else:
+        path, content = str(Path(source)), read_model(source)
+    given = {item.key: item.value for item in content.metadata_props}
+    metadata = ModelMetadata(
+        content.producer_name, content.graph.name, content.domain, content.doc_string, content.model_version, given
+    )
+    model: Any = shape_inference.infer_shapes(content, data_prop=True)
     proto: Any = model.graph
     constants: dict[str, Tensor | SparseWeight] = {
         item.name: tensor_of(numpy_helper.to_array(item)) for item in proto.initializer
@@ -113,14 +175,14 @@ def read_graph(path: str | os.PathLike[str]) -> tuple[Graph, list[str]]:
     graph.out_spec = pytree.tree_structure(tuple(outputs))
     unknown = sorted({node.op_type for node in proto.node if node.op_type not in {*_NATIVE, *FUNCTIONS, "Constant"}})
     if unknown:
-        raise GossamerError(f"{Path(path)}: operators that are not supported: {', '.join(unknown)}")
+        raise GossamerError(f"{path}: operators that are not supported: {', '.join(unknown)}")
     for node in proto.node:
         attributes = {item.name: onnx.helper.get_attribute_value(item) for item in node.attribute}
         if node.op_type == "Constant":
             constants[node.output[0]] = tensor_of(constant(attributes))
         else:
             _add(graph, node, attributes)
-    return without_unused(_with_biases(graph)), outputs
+    return without_unused(_with_biases(graph)), outputs, metadata
 
 
 def _add(graph: Graph, node: Any, attributes: dict[str, Any]) -> None:
@@ -228,6 +290,7 @@ def _linear(graph: Graph, output: str, source: Ref, factor: str, columns: bool, 
     """A linear layer; `columns` says whether output channels are the columns of the factor."""
     name, weight = f"{output}.weight", cast(Tensor, graph.constants[factor])
     graph.constants[name] = (weight.T if columns else weight).contiguous()
+    graph.origins[name] = factor
     scale = graph.scales.get(factor)
     if columns and (scale is None or scale.numel() != 1):
         scale = graph.scales.get(f"{factor}/columns")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
+from gossamer.progress import Progress
 from gossamer.runtime.layout import Layout
 from gossamer.runtime.operators import Operator, Place, SparseLayer
 from gossamer.runtime.plan import Plan
@@ -42,14 +43,15 @@ def fastest(function: Callable[[], object]) -> float:
     return best
 
 
-def tune(plan: Plan, sizes: Mapping[str, int]) -> dict[str, float]:
+def tune(plan: Plan, sizes: Mapping[str, int], progress: Progress = lambda _label, _share: None) -> dict[str, float]:
     """Choose tile, chunk and shared rows of every sparse layer by measurement; returns seconds by operator."""
     scratch = _Scratch(plan.layouts(sizes))
     known: dict[object, tuple[Choice, float]] = {}
     forms: dict[object, tuple[str, float]] = {}
     found: dict[str, float] = {}
-    for op in plan.operators:
+    for number, op in enumerate(plan.operators):
         if isinstance(op, SparseLayer):
+            progress(op.output, number / len(plan.operators))
             key = (_shape(op), scratch.layouts[op.inputs[0]], scratch.layouts[op.output])
             if key not in known:
                 known[key] = _best(op, scratch)

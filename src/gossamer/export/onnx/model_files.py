@@ -39,24 +39,31 @@ def read_model(path: str | os.PathLike[str]) -> ModelProto:
 def _parse(file: Path) -> ModelProto:
     """Parse a file, and check that the files of its external data exist."""
     require("reading an ONNX file", "onnx")
-    import onnx
-    from google.protobuf.message import DecodeError
-
     try:
         content = read_regular(file)
     except FileNotFoundError:
         raise GossamerError(f"{file}: file not found; give an ONNX model") from None
     except OSError as error:
         raise GossamerError(f"{file}: cannot be read: {error.strerror or error}") from None
-    try:
-        model = onnx.ModelProto.FromString(content)
-    except DecodeError:
-        raise GossamerError(f"{file}: not an ONNX model, or incomplete; export it again") from None
-    if not model.graph.node or not model.opset_import:
-        raise GossamerError(f"{file}: not an ONNX model, or incomplete; export it again")
+    model = parse_model(content, str(file))
     for name in external_files(model):
         if not (file.parent / name).is_file():
             raise GossamerError(f"{file}: its weights are in '{name}', which is missing; put it into the same folder")
+    return model
+
+
+def parse_model(content: bytes, name: str) -> ModelProto:
+    """A model from its bytes; `name` is for errors."""
+    require("reading an ONNX file", "onnx")
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    try:
+        model = onnx.ModelProto.FromString(content)
+    except DecodeError:
+        raise GossamerError(f"{name}: not an ONNX model, or incomplete; export it again") from None
+    if not model.graph.node or not model.opset_import:
+        raise GossamerError(f"{name}: not an ONNX model, or incomplete; export it again")
     return model
 
 
