@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torchvision
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from benchmarks.measuring import Row, Watch, ratio_quartiles, rounds_of
@@ -77,8 +78,6 @@ def keras_resnet50(folder: Path) -> nn.Module:
 
 
 def _minilm(folder: Path) -> nn.Module:
-    from safetensors.torch import load_file
-
     model = Encoder(384, 6)
     state = {name: value for name, value in load_file(folder / "model.safetensors").items() if "pooler" not in name}
     model.bert.load_state_dict({name.removeprefix("bert."): value for name, value in state.items()}, strict=False)

@@ -92,13 +92,11 @@ def test_weights_with_90_percent_zeros_take_at_most_30_percent_of_dense(form: st
         arrays = [array for found in (*layer._vectors.values(), *layer._weights.values()) for array in found.values()]
         held += layer.weight.nbytes + sum(array.nbytes for array in arrays)
     assert engine.weight_bytes == held <= 0.3 * dense
-    assert f"{held:,} bytes" in engine.summary()
 
 
 def test_tuning_chooses_a_form(tmp_path: Path) -> None:
     engine = runtime.compile(pruned(nn.Sequential(nn.Linear(64, 64))), torch.randn(1, 64), threads=1)
     assert layers(engine)[0].form in FORMS
-    assert layers(engine)[0].form in engine.summary()
 
 
 def test_single_rows_on_a_cpu_without_avx512_equal_those_with_it() -> None:

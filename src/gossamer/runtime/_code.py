@@ -86,6 +86,17 @@ class Function:
         pointer = pointer if isinstance(offset, int) and offset == 0 else self.at(pointer, offset)
         self.build.store(value, pointer, align=align)
 
+    def load_weight(self, pointer: Value, index: int, half: bool, lanes: int | None = None) -> Value:
+        """A 32-bit float, or as many as `lanes` says, from the `index`-th float or bfloat16 on."""
+        kind, bits, integers = F32, I16, I32
+        if lanes is not None:
+            kind, bits, integers = (ir.VectorType(one, lanes) for one in (F32, I16, I32))
+        if not half:
+            return self.load(pointer, kind, 4 * index)
+        upper = self.build.zext(self.load(pointer, bits, 2 * index, align=2), integers)
+        shift = ir.Constant(I32, 16) if lanes is None else ir.Constant(integers, [16] * lanes)
+        return self.build.bitcast(self.build.shl(upper, shift), kind)
+
     def field(self, pointer: Value, index: int) -> Value:
         """A 64-bit integer of a table."""
         return self.load(pointer, I64, 8 * index, align=8)

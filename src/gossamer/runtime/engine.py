@@ -23,7 +23,18 @@ from gossamer.runtime.attention import with_attention
 from gossamer.runtime.evaluate import call_operator
 from gossamer.runtime.file import load_plan, save_plan
 from gossamer.runtime.formulas import with_formulas, with_linear_layers
-from gossamer.runtime.graph import Attention, Convolution, Elementwise, Graph, Linear, Node, Ref, simplify, trace
+from gossamer.runtime.graph import (
+    Attention,
+    Convolution,
+    Elementwise,
+    Graph,
+    Linear,
+    Node,
+    Ref,
+    round_weights,
+    simplify,
+    trace,
+)
 from gossamer.runtime.integer_layers import IntegerLayer
 from gossamer.runtime.layers import SMALL_GAIN, LayerReport, Times, layer_names, reports, separate, table
 from gossamer.runtime.measure import dense_times, least, torch_threads
@@ -45,26 +56,32 @@ def compile(
     *,
     threads: int | None = None,
     tuned: bool = True,
+    weight_dtype: torch.dtype = torch.float32,
     progress: Progress = lambda _label, _share: None,
 ) -> Engine:
     """Compile a model for this CPU.
 
     `example_inputs` is a tensor or a tuple of arguments. The batch size and the number of tokens may differ from call
     to call; other sizes are fixed. `threads` is torch's number of threads by default. `tuned=False` skips the
-    measurements that choose how each layer is computed, and those for `summary()`. Logs a warning if the engine is no
-    faster than dense torch on the example inputs.
+    measurements that choose how each layer is computed, and those for `summary()`. `weight_dtype=torch.bfloat16` rounds
+    the weights of layers to 16 bits and computes with them in 32: less memory, and faster where that is the limit.
+    Logs a warning if the engine is no faster than dense torch on the example inputs.
     """
     example = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
     if not isinstance(cast(object, model), nn.Module):
         raise GossamerError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
     if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(example)):
         raise GossamerError("example_inputs: expected a tensor, or a tuple of arguments with a tensor")
+    if weight_dtype not in (torch.float32, torch.bfloat16):
+        raise GossamerError(f"weight_dtype: expected torch.float32 or torch.bfloat16, found {weight_dtype}")
     training = [module for module in model.modules() if module.training]
     progress("tracing the model", 0.0)
     try:
         with _tracing, torch.no_grad():
             traced = with_linear_layers(trace(model.eval(), example))
             graph = simplify(with_formulas(with_attention(traced, trials(traced))))
+            if weight_dtype == torch.bfloat16:
+                round_weights(graph)
     except GossamerError:
         raise
     except Exception as error:  # any model, any reason

@@ -86,7 +86,9 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     tensors: dict[str, Tensor] = {}
     for name, value in graph.constants.items():
         if isinstance(value, SparseWeight):
-            tensors[f"{name}#values"] = torch.from_numpy(value.values)
+            stored = value.stored
+            values = torch.from_numpy(stored.view(np.int16)).view(torch.bfloat16) if value.half else stored
+            tensors[f"{name}#values"] = values if isinstance(values, Tensor) else torch.from_numpy(values)
             tensors[f"{name}#bits"] = torch.from_numpy(value.bits)
             if value.scale is not None:
                 tensors[f"{name}#values"] = torch.from_numpy(value.integers()[value.mask])
@@ -161,9 +163,11 @@ def _graph(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Graph:
     for name, shape in content["sparse"].items():
         sizes = [_size(size) for size in shape]
         rows, columns, window = sizes
-        bits, values = tensors[f"{name}#bits"].numpy(), tensors[f"{name}#values"].numpy()
+        bits, held = tensors[f"{name}#bits"].numpy(), tensors[f"{name}#values"]
+        half = held.dtype == torch.bfloat16
+        values = held.view(torch.int16).numpy().view(np.uint16) if half else held.numpy()
         scale = tensors[f"{name}#scale"].numpy() if f"{name}#scale" in tensors else None
-        kind = np.float32 if scale is None else np.int8
+        kind = np.int8 if scale is not None else np.uint16 if half else np.float32
         if bits.dtype != np.uint8 or values.dtype != kind or bits.shape != (-(-math.prod(sizes) // 8),):
             raise ValueError(f"'{name}' is not a sparse weight")
         if scale is not None:

@@ -210,6 +210,15 @@ def simplify(graph: Graph) -> Graph:
     return _without_unused_constants(_merged(_folded(graph)))
 
 
+def round_weights(graph: Graph) -> None:
+    """Store the weights of layers in bfloat16, except those of 8-bit integers."""
+    for node in graph.nodes:
+        if isinstance(node, Convolution | Linear) and node.weight not in graph.scales:
+            weight = graph.constants[node.weight]
+            if isinstance(weight, Tensor):
+                graph.constants[node.weight] = SparseWeight.of(weight, half=True)
+
+
 def _folded(graph: Graph) -> Graph:
     """Layers instead of ATen's convolutions and linear layers, with batch norm folded into convolutions."""
     users, nodes = graph.users(), {node.output: node for node in graph.nodes}

@@ -17,7 +17,7 @@ from gossamer.runtime.graph import Steps
 from gossamer.runtime.kernels import convolution, planes, tokens, vectors
 from gossamer.runtime.layout import LANES, Layout, Margins
 from gossamer.runtime.vectors import restored, vector_weights
-from gossamer.runtime.weights import Array, SparseWeight, ordered, rows_by_length
+from gossamer.runtime.weights import Array, SparseWeight, bfloat16_bits, ordered, rows_by_length
 
 Arrays = dict[str, Array]
 _Order = tuple[int, int, tuple[int, ...], object]
@@ -250,11 +250,12 @@ class SparseLayer(Operator):
             return self._weights[key]
         if rows == 1:
             block, c, position = np.nonzero(self.weight.mask)
-            values = self.weight.values
+            values = self.weight.stored
         else:
             dense = self.weight.dense().numpy().reshape(count // rows, rows, per_group, -1)
             block, c, position = np.nonzero(dense.any(axis=1))
             values = dense[block, :, c, position]
+            values = bfloat16_bits(values) if self.weight.half else values
         blocks, chunks = count // rows, -(-per_group // chunk)
         channel = c + block // (blocks // self.groups) * per_group
         where = np.array([[tap.phase, tap.down, tap.right] for tap in self.window])[position]
@@ -326,7 +327,7 @@ class SparseLayer(Operator):
             "items": target.images * groups,
         }
         wide = arrays["where"].dtype == np.uint32
-        kernel = (self.form, self.activation, residual, self.steps is not None, wide, has_expand())
+        kernel = (self.form, self.activation, residual, self.steps is not None, wide, has_expand(), self.weight.half)
         return table_call(kernel_address(vectors.matrix_vector, *kernel), vectors.FIELDS, values, arrays)
 
     def call(self, places: Places, threads: int, scratch: int) -> Call:
@@ -361,7 +362,7 @@ class SparseLayer(Operator):
             "items": target.images * tiles * groups,
         }
         kernel = (layout.lanes, wide, rows, self.activation, residual, self.indexed, self.steps is not None)
-        kernel += ((*columns,), step)
+        kernel += (self.weight.half, (*columns,), step)
         return table_call(kernel_address(convolution.sparse_convolution, *kernel), convolution.FIELDS, values, arrays)
 
 

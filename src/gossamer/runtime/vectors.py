@@ -19,16 +19,17 @@ def vector_weights(weight: SparseWeight, bias: Array, form: str) -> dict[str, Ar
         free = np.argmin(mask, axis=1)[rows]  # a padded row has a zero there, so that nothing is added that torch omits
         where = np.repeat(free.reshape(-1, LANES), np.diff(starts), axis=0)
         where = where.astype(np.uint16 if mask.shape[1] <= 1 << 16 else np.uint32)
-        values = np.zeros(where.shape, np.float32)
+        values = np.zeros(where.shape, weight.stored.dtype)
         lane, column = np.nonzero(mask[rows])
         place = (starts[lane // LANES] + numbers[lane, column], lane % LANES)
         where[place] = column
-        values[place] = weight.values[_numbers(mask)[rows[lane], column]]
+        values[place] = weight.stored[_numbers(mask)[rows[lane], column]]
     else:
         blocks = mask[rows].reshape(-1, LANES, mask.shape[1]).transpose(0, 2, 1)
         starts = np.concatenate([[0], np.cumsum(np.count_nonzero(blocks, axis=(1, 2)))])
         where = np.packbits(blocks, axis=2, bitorder="little").view(np.uint16)
-        values = np.concatenate([weight.values[_bits_order(weight)], np.zeros(LANES, np.float32)])
+        values = weight.stored
+        values = np.concatenate([values[_bits_order(weight)], np.zeros(LANES, values.dtype)])
     return {
         "starts": starts.astype(np.uint32),
         "where": np.ascontiguousarray(where),
@@ -40,7 +41,7 @@ def vector_weights(weight: SparseWeight, bias: Array, form: str) -> dict[str, Ar
 
 def restored(weight: SparseWeight, values: Array, form: str) -> Array:
     """The values of a weight, row by row, from those of a kernel."""
-    result = np.empty(weight.count, np.float32)
+    result = np.empty(weight.count, values.dtype)
     if form == "slices":
         mask, rows = weight.mask[:, :, 0], _rows(weight, form)
         starts, numbers = _slice_starts(mask, rows)

@@ -14,7 +14,7 @@ Array = NDArray[Any]
 
 
 class SparseWeight:
-    """A weight `(out, in, window)` of 32-bit floats.
+    """A weight `(out, in, window)` of 32-bit floats, or of bfloat16, whose values are 16-bit integers here.
 
     Kernels have an order of their own. While a kernel holds the values, they are not held here a second time.
     """
@@ -22,12 +22,17 @@ class SparseWeight:
     def __init__(self, shape: tuple[int, int, int], bits: Array, values: Array, scale: Array | None = None) -> None:
         self.shape, self.bits, self.scale = shape, bits, scale
         """`scale` holds one factor per row if the weight is of integers times factors."""
+        self.half = values.dtype == np.uint16
         self._values: Array | None = values
         self._lent: tuple[Array, Callable[[SparseWeight, Array], Array]] | None = None
 
     @classmethod
-    def of(cls, weight: Tensor, scale: Tensor | None = None) -> SparseWeight:
-        """The weight of a layer, `(out, in, …)`; the scale is kept if the weight is of 8-bit integers times it."""
+    def of(cls, weight: Tensor, scale: Tensor | None = None, half: bool = False) -> SparseWeight:
+        """The weight of a layer, `(out, in, …)`; the scale is kept if the weight is of 8-bit integers times it.
+
+        `half` rounds the weight to bfloat16.
+        """
+        weight = weight.bfloat16().float() if half else weight
         dense = weight.detach().flatten(2) if weight.dim() > 2 else weight.detach().unsqueeze(2)
         array: Array = dense.contiguous().numpy()
         mask = array != 0
@@ -35,7 +40,7 @@ class SparseWeight:
         factors = None if scale is None else np.broadcast_to(scale.detach().numpy().reshape(-1), shape[:1]).copy()
         if factors is not None and not _are_integers(array / factors[:, None, None]):
             factors = None
-        return cls(shape, np.packbits(mask), array[mask], factors)
+        return cls(shape, np.packbits(mask), bfloat16_bits(array[mask]) if half else array[mask], factors)
 
     @property
     def mask(self) -> Array:
@@ -56,7 +61,12 @@ class SparseWeight:
 
     @property
     def values(self) -> Array:
-        """The non-zero values, row by row."""
+        """The non-zero values, row by row, as 32-bit floats."""
+        return (self.stored.astype(np.uint32) << 16).view(np.float32) if self.half else self.stored
+
+    @property
+    def stored(self) -> Array:
+        """The non-zero values, row by row, as they are stored."""
         if self._values is not None:
             return self._values
         assert self._lent is not None
@@ -80,6 +90,11 @@ class SparseWeight:
     @property
     def nbytes(self) -> int:
         return self.bits.nbytes + (0 if self._values is None else self._values.nbytes)
+
+
+def bfloat16_bits(values: Array) -> Array:
+    """The upper halves of 32-bit floats that bfloat16 represents."""
+    return (np.ascontiguousarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
 def _are_integers(values: Array) -> bool:

@@ -36,17 +36,19 @@ def sparse_convolution(
     residual: bool,
     indexed: bool,
     rounded: bool,
+    half: bool = False,
     columns: tuple[int, ...] = (0,),
     difference: int = 1,
 ) -> ir.Module:
     """The kernel for tiles of `vectors` and `vectors - difference` vectors, and blocks of `rows` output channels.
 
     `indexed` weights have the number of a plane, in 16 bits, instead of a distance. `rounded` results are those of
-    integers. With several `columns`, the weights of a block are listed by column, with distances of aligned loads.
+    integers. Weights are bfloat16 if `half`. With several `columns`, the weights of a block are listed by column, with
+    distances of aligned loads.
     """
     module = ir.Module("sparse_convolution")
     kernel = Kernel(module, FIELDS)
-    options = (rows, activation, residual, indexed, rounded, columns)
+    options = (rows, activation, residual, indexed, rounded, half, columns)
     wide = _tile(module, "wide", lanes, vectors, *options)
     narrow = _tile(module, "narrow", lanes, vectors - difference, *options) if vectors > difference else None
     build = kernel.build
@@ -105,6 +107,7 @@ def _tile(
     residual: bool,
     indexed: bool,
     rounded: bool,
+    half: bool,
     columns: tuple[int, ...],
 ) -> ir.Function:
     """A function that computes blocks `first` to `last` of output channels for one tile."""
@@ -151,11 +154,11 @@ def _tile(
                     source = f.at(x, build.mul(plane, integer(4) if lanes == 1 else x_plane))
                 else:
                     source = f.at(x, build.sext(f.load(offsets, I32, f.mul(i, 4)), I64))
-                weights = f.at(values, f.mul(i, 4 * rows))
+                weights = f.at(values, f.mul(i, (2 if half else 4) * rows))
                 source = f.opaque(source)  # one addition instead of one in every load
                 inputs = [f.load(source, vector, k * step, align=align) for k in range(vectors)]
                 for k, own in enumerate(totals):
-                    weight = f.splat(f.load(weights, F32, 4 * k), lanes)
+                    weight = f.splat(f.load_weight(weights, k, half), lanes)
                     for value, total in zip(inputs, own, strict=True):
                         total.set(f.call(f"llvm.fma.v{lanes}f32", vector, weight, value, total.get()))
 

@@ -31,12 +31,12 @@ _ZERO = ir.Constant(_VECTOR, None)
 
 
 def matrix_vector(
-    form: str, activation: str | None, residual: bool, rounded: bool, wide: bool, expand: bool
+    form: str, activation: str | None, residual: bool, rounded: bool, wide: bool, expand: bool, half: bool = False
 ) -> ir.Module:
     """The kernel for a weight in this form.
 
     `wide` column numbers have 32 bits, others 16. `expand` uses AVX-512's instruction for packed values; without it the
-    same is loaded value by value.
+    same is loaded value by value. Values are bfloat16 if `half`.
     """
     kernel = Kernel(ir.Module("matrix_vector"), FIELDS)
     build, together = kernel.build, BLOCKS[form]
@@ -52,9 +52,9 @@ def matrix_vector(
         with kernel.loop(first, last, together) as block:
             sums = [[kernel.variable(_VECTOR, _ZERO) for _ in range(_SUMS[form])] for _ in range(together)]
             if form == "slices":
-                _add_slice(kernel, x, block, sums[0], wide)
+                _add_slice(kernel, x, block, sums[0], wide, half)
             else:
-                _add_bits(kernel, x, block, sums, expand)
+                _add_bits(kernel, x, block, sums, expand, half)
             for k, own in enumerate(sums):
                 lane = kernel.mul(kernel.add(block, integer(k)), LANES)
                 total = kernel.load(kernel.at(kernel.pointer("bias"), kernel.mul(lane, 4)), _VECTOR)
@@ -91,7 +91,7 @@ def _bounds(kernel: Kernel, block: Value) -> tuple[Value, Value]:
     return first, last
 
 
-def _add_slice(kernel: Kernel, x: Value, block: Value, sums: list[Variable], wide: bool) -> None:
+def _add_slice(kernel: Kernel, x: Value, block: Value, sums: list[Variable], wide: bool, half: bool) -> None:
     """Add the products of one slice; its bounds count vectors."""
     build, width = kernel.build, 4 if wide else 2
     columns, values = kernel.pointer("where"), kernel.pointer("values")
@@ -100,7 +100,8 @@ def _add_slice(kernel: Kernel, x: Value, block: Value, sums: list[Variable], wid
         here = kernel.at(columns, kernel.mul(i, width * LANES))
         found = [kernel.load(here, I32 if wide else I16, width * k, align=width) for k in range(LANES)]
         inputs = _gathered(kernel, x, [kernel.mul(build.zext(column, I64), 4) for column in found])
-        _add(kernel, total, kernel.load(values, _VECTOR, kernel.mul(i, 4 * LANES)), inputs)
+        weights = kernel.at(values, kernel.mul(i, (2 if half else 4) * LANES))
+        _add(kernel, total, kernel.load_weight(weights, 0, half, LANES), inputs)
 
     first, last = _bounds(kernel, block)
     even = build.sub(last, build.srem(build.sub(last, first), integer(len(sums))))
@@ -111,14 +112,14 @@ def _add_slice(kernel: Kernel, x: Value, block: Value, sums: list[Variable], wid
         add(i, sums[0])
 
 
-def _add_bits(kernel: Kernel, x: Value, block: Value, sums: list[list[Variable]], expand: bool) -> None:
+def _add_bits(kernel: Kernel, x: Value, block: Value, sums: list[list[Variable]], expand: bool, half: bool) -> None:
     """Add the products of several blocks; their bounds count values."""
-    build, columns = kernel.build, kernel["columns"]
+    build, columns, size = kernel.build, kernel["columns"], 2 if half else 4
     values, word = kernel.pointer("values"), ir.IntType(16 * _UNROLL)
     bits, packed = list[Value](), list[Variable]()
     for k in range(len(sums)):
         this = kernel.add(block, integer(k))
-        start = kernel.mul(_bounds(kernel, this)[0], 4)
+        start = kernel.mul(_bounds(kernel, this)[0], size)
         packed.append(kernel.variable(ir.PointerType(), kernel.at(values, start)))
         bits.append(kernel.at(kernel.pointer("where"), kernel.mul(build.mul(this, columns), 2)))
 
@@ -126,7 +127,13 @@ def _add_bits(kernel: Kernel, x: Value, block: Value, sums: list[list[Variable]]
         lanes = build.bitcast(mask, _BITS)
         if expand:
             name = f"llvm.x86.avx512.mask.expand.v{LANES}f32"
-            weight = kernel.call(name, _VECTOR, kernel.load(pointer, _VECTOR), _ZERO, lanes)
+            weight = kernel.call(name, _VECTOR, kernel.load_weight(pointer, 0, half, LANES), _ZERO, lanes)
+        elif half:
+            upper, none = ir.VectorType(I16, LANES), ir.Constant(ir.VectorType(I16, LANES), None)
+            packed = kernel.call(f"llvm.masked.expandload.v{LANES}i16", upper, pointer, lanes, none)
+            whole = ir.VectorType(I32, LANES)
+            weight = build.shl(build.zext(packed, whole), ir.Constant(whole, [16] * LANES))
+            weight = build.bitcast(weight, _VECTOR)
         else:
             weight = kernel.call(f"llvm.masked.expandload.v{LANES}f32", _VECTOR, pointer, lanes, _ZERO)
         value = kernel.load(x, F32, kernel.mul(column, 4))
@@ -141,10 +148,10 @@ def _add_bits(kernel: Kernel, x: Value, block: Value, sums: list[list[Variable]]
                 before = build.and_(several, ir.Constant(word, (1 << 16 * k) - 1))
                 before = kernel.call(f"llvm.ctpop.i{word.width}", word, before)
                 mask = build.trunc(build.lshr(several, ir.Constant(word, 16 * k)), I16)
-                here = kernel.at(start, kernel.mul(before, 4))
+                here = kernel.at(start, kernel.mul(before, size))
                 add(kernel.add(column, integer(k)), mask, here, own[k % len(own)])
             count = kernel.call(f"llvm.ctpop.i{word.width}", word, several)
-            pointer.set(kernel.at(start, kernel.mul(count, 4)))
+            pointer.set(kernel.at(start, kernel.mul(count, size)))
             read, near, data = (ir.Constant(I32, number) for number in (0, 3, 1))
             kernel.call("llvm.prefetch.p0", ir.VoidType(), kernel.at(pointer.get(), _AHEAD), read, near, data)
     with kernel.loop(even, columns) as column:
@@ -152,4 +159,4 @@ def _add_bits(kernel: Kernel, x: Value, block: Value, sums: list[list[Variable]]
             mask = kernel.load(masks, I16, kernel.mul(column, 2), align=2)
             add(column, mask, pointer.get(), own[0])
             count = build.zext(kernel.call("llvm.ctpop.i16", I16, mask), I64)
-            pointer.set(kernel.at(pointer.get(), kernel.mul(count, 4)))
+            pointer.set(kernel.at(pointer.get(), kernel.mul(count, size)))
