@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -27,40 +27,56 @@ from gossamer.runtime.trial import trials
 from gossamer.runtime.tuning import tune
 from gossamer.runtime.weights import SparseWeight
 
+if TYPE_CHECKING:
+    from gossamer.runtime.module import EngineModule
+
 _tracing = threading.Lock()
 """torch.export works in one thread at a time."""
 
 
 def compile(
-    model: nn.Module, example_inputs: Tensor | tuple[Any, ...], *, threads: int | None = None, tuned: bool = True
+    model: nn.Module,
+    example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any],
+    *,
+    threads: int | None = None,
+    tuned: bool = True,
 ) -> Engine:
     """Compile a model for this CPU.
 
-    `example_inputs` is a tensor or a tuple of arguments. The batch size and the number of tokens may differ from call
-    to call; other sizes are fixed. `threads` is torch's number of threads by default. `tuned=False` skips the
-    measurements that choose how each layer is computed.
+    `example_inputs` is a tensor, a tuple of arguments, or a mapping of keyword arguments. The batch size and the number
+    of tokens may differ from call to call; other sizes, and arguments that are not tensors, are fixed. `threads` is
+    torch's number of threads by default. `tuned=False` skips the measurements that choose how each layer is computed.
     """
-    example = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
+    args, kwargs = _arguments(example_inputs)
     if not isinstance(cast(object, model), nn.Module):
         raise GossamerError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
-    if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(example)):
-        raise GossamerError("example_inputs: expected a tensor, or a tuple of arguments with a tensor")
+    if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
+        raise GossamerError("example_inputs: expected a tensor, or a tuple or mapping of arguments with a tensor")
     training = [module for module in model.modules() if module.training]
     try:
         with _tracing, torch.no_grad():
-            traced = with_linear_layers(trace(model.eval(), example))
+            traced = with_linear_layers(trace(model.eval(), args, kwargs))
             graph = simplify(with_formulas(with_attention(traced, trials(traced))))
     except GossamerError:
         raise
     except Exception as error:  # any model, any reason
         message = f"torch.export cannot trace the model with these example inputs: {short_error(error)}"
-        raise GossamerError(f"{message}; check their shapes with model(*example_inputs)") from error
+        call = "model(**example_inputs)" if kwargs else "model(*example_inputs)"
+        raise GossamerError(f"{message}; check their shapes with {call}") from error
     finally:
         for module in training:
             module.training = True
     plan = build_plan(graph)
-    seconds = tune(plan, _sizes(graph, pytree.tree_leaves(example))) if tuned else {}
+    inputs = graph.signature.inputs(args, kwargs)
+    seconds = tune(plan, _sizes(graph, [inputs[name] for name in graph.inputs])) if tuned else {}
     return Engine(plan, torch.get_num_threads() if threads is None else threads, seconds)
+
+
+def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The example as arguments by position and by keyword."""
+    if isinstance(example, Mapping):
+        return (), dict(cast(Mapping[str, Any], example))
+    return ((example,) if isinstance(example, Tensor) else tuple(example)), {}
 
 
 def load(path: str | os.PathLike[str], *, threads: int | None = None) -> Engine:
@@ -80,9 +96,11 @@ class Engine:
         self._arenas: list[np.ndarray] = []
         self._lock = threading.Lock()
 
-    def __call__(self, *args: Any) -> Any:
-        """The model's outputs."""
-        return pytree.tree_unflatten(self.flat(pytree.tree_leaves(args)), self._plan.graph.out_spec)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs, for the arguments of the example by position or by name."""
+        graph = self._plan.graph
+        inputs = graph.signature.inputs(args, kwargs)
+        return pytree.tree_unflatten(self.flat([inputs[name] for name in graph.inputs]), graph.out_spec)
 
     def flat(self, leaves: Sequence[Any]) -> list[Any]:
         """All outputs in order, for all inputs in order."""
@@ -121,6 +139,12 @@ class Engine:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the engine to one file, with every choice and without the model's class."""
         save_plan(self._plan, path)
+
+    def as_module(self) -> EngineModule:
+        """The engine as a module without parameters, for code that calls an `nn.Module`."""
+        from gossamer.runtime.module import EngineModule
+
+        return EngineModule(self)
 
     def summary(self) -> str:
         """One line per operator: what computes it, the zeros of its weight, and the time measured for one image."""

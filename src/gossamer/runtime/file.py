@@ -36,7 +36,9 @@ from gossamer.io import (
 from gossamer.runtime._onnx_functions import FUNCTIONS
 from gossamer.runtime.evaluate import BUILTINS
 from gossamer.runtime.graph import ACTIVATIONS, Attention, Convolution, Elementwise, Graph, Linear, Node, Ref
+from gossamer.runtime.outputs import load_structure
 from gossamer.runtime.plan import Plan, build_plan
+from gossamer.runtime.signature import Signature
 from gossamer.runtime.tuning import Choice, choices, forms, set_choices, set_forms
 from gossamer.runtime.weights import SparseWeight
 from gossamer.version import __version__
@@ -98,7 +100,8 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
         "sparse": sparse,
         "choices": choices(plan),
         "forms": forms(plan),
-        "output_structure": pytree.treespec_dumps(graph.out_spec),
+        "signature": _encode_signature(graph.signature),
+        "output_structure": _structure(graph.out_spec),
     }
     metadata = {
         "kind": KIND,
@@ -177,13 +180,47 @@ def _graph(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Graph:
     inputs = [_text(name) for name in content["inputs"]]
     graph = Graph([_decode_node(node) for node in content["nodes"]], inputs, [], constants, shapes, dtypes)
     graph.outputs = list(_decode(content["outputs"]))
-    graph.out_spec = pytree.treespec_loads(content["output_structure"])
+    graph.signature = _decode_signature(content["signature"], inputs)
+    graph.out_spec = load_structure(_text(content["output_structure"]))
+    if graph.out_spec.num_leaves != len(graph.outputs):
+        raise ValueError(f"{len(graph.outputs)} outputs for a structure of {graph.out_spec.num_leaves}")
     known = {*inputs, *constants}
     for node in graph.nodes:
         if missing := [name for name in node.inputs if name not in known]:
             raise ValueError(f"'{node.output}' uses '{missing[0]}', which nothing computes")
         known.add(node.output)
     return graph
+
+
+def _structure(spec: Any) -> str:
+    try:
+        return pytree.treespec_dumps(spec)
+    except (NotImplementedError, TypeError) as error:
+        message = f"the structure of the outputs is not supported in engine files: {error}"
+        raise GossamerError(f"{message}; return tensors in tuples, lists or dicts") from error
+
+
+def _encode_signature(signature: Signature) -> dict[str, Any]:
+    return {
+        "args": _encode(signature.args),
+        "kwargs": {name: _encode(value) for name, value in signature.kwargs.items()},
+        "parameters": list(signature.parameters),
+        "fixed": {name: _encode(value) for name, value in signature.fixed.items()},
+        "defaults": {name: _encode(value) for name, value in signature.defaults.items()},
+    }
+
+
+def _decode_signature(entry: Mapping[str, Any], inputs: list[str]) -> Signature:
+    signature = Signature(
+        tuple(_decode(entry["args"])),
+        {_text(name): _decode(value) for name, value in entry["kwargs"].items()},
+        tuple(_text(name) for name in entry["parameters"]),
+        {_text(name): _decode(value) for name, value in entry["fixed"].items()},
+        {_text(name): _decode(value) for name, value in entry["defaults"].items()},
+    )
+    if signature.input_names != inputs:
+        raise ValueError(f"the arguments are {signature.input_names}, the inputs {inputs}")
+    return signature
 
 
 def _check_operator(op: str) -> None:

@@ -6,6 +6,7 @@ their own: batch norm is folded, and an addition and an activation that follow a
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.export.graph_signature import ConstantArgument, InputKind
 
+from gossamer.runtime.signature import Signature, signature_of
 from gossamer.runtime.weights import SparseWeight
 
 ACTIVATIONS = {
@@ -116,7 +119,7 @@ class Graph:
     dtypes: dict[str, torch.dtype]
     scales: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """By weight of integers: one factor, or one for each output channel."""
-    in_spec: Any = None
+    signature: Signature = field(default_factory=Signature)
     out_spec: Any = None
 
     def users(self) -> Counter[str]:
@@ -138,23 +141,27 @@ def _names(value: Any) -> Iterator[str]:
             yield from _names(item)
 
 
-def trace(model: nn.Module, example: tuple[Any, ...]) -> Graph:
+def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Graph:
     """The graph of a model in evaluation mode, with a dynamic first dimension of every tensor in the example."""
     import torch.utils._pytree as pytree
 
-    leaves, spec = pytree.tree_flatten(example)
+    leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
     dynamic = pytree.tree_unflatten([_dynamic(leaf) for leaf in leaves], spec)
-    example = pytree.tree_unflatten([_doubled(leaf) for leaf in leaves], spec)
-    program = torch.export.export(model, example, dynamic_shapes=dynamic).run_decompositions({})
+    args, kwargs = pytree.tree_unflatten([_doubled(leaf) for leaf in leaves], spec)
+    shapes = _by_name(model, *dynamic) if kwargs else dynamic[0]
+    program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes).run_decompositions({})
     signature = program.graph_signature
     sources: dict[str, str] = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     sources |= dict(signature.inputs_to_lifted_tensor_constants)
     state = {**program.state_dict, **program.constants}
     constants: dict[str, Tensor | SparseWeight]
     constants = {name: cast(Tensor, state[source]).detach() for name, source in sources.items()}
-    inputs = cast(list[str], list(signature.user_inputs))
+    given = [spec.arg for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    inputs = [cast(str, arg.name) for arg in given]
+    fixed = {arg.name: arg.value for arg in given if isinstance(arg, ConstantArgument)}
     graph = Graph([], inputs, [], constants, {}, {})
-    graph.in_spec, graph.out_spec = program.call_spec.in_spec, program.call_spec.out_spec
+    arguments = pytree.tree_unflatten(inputs, cast(Any, program.call_spec.in_spec))
+    graph.signature, graph.out_spec = signature_of(model.forward, arguments, fixed), program.call_spec.out_spec
     for node in program.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, Tensor):
@@ -168,6 +175,12 @@ def trace(model: nn.Module, example: tuple[Any, ...]) -> Graph:
         elif node.op == "output":
             graph.outputs = list(_plain(node.args[0]))
     return graph
+
+
+def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Dynamic shapes by the names of forward's arguments."""
+    bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    return dict(bound.arguments)
 
 
 def _dynamic(leaf: Any) -> dict[int, Any] | None:

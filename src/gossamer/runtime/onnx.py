@@ -26,6 +26,7 @@ from gossamer.runtime.engine import Engine
 from gossamer.runtime.formulas import with_formulas, without_repetitions
 from gossamer.runtime.graph import Graph, Node, Ref, simplify, without_unused
 from gossamer.runtime.plan import build_plan
+from gossamer.runtime.signature import positional
 from gossamer.runtime.trial import fill_shapes, trials
 from gossamer.runtime.tuning import tune
 from gossamer.runtime.weights import SparseWeight
@@ -110,6 +111,7 @@ def read_graph(path: str | os.PathLike[str]) -> tuple[Graph, list[str]]:
     graph.inputs = [value.name for value in proto.input if value.name not in constants]
     outputs = [value.name for value in proto.output]
     graph.outputs = [Ref(name) for name in outputs]
+    graph.signature = positional(graph.inputs)
     graph.out_spec = pytree.tree_structure(tuple(outputs))
     unknown = sorted({node.op_type for node in proto.node if node.op_type not in {*_NATIVE, *FUNCTIONS, "Constant"}})
     if unknown:
