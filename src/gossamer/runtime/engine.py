@@ -23,6 +23,7 @@ from gossamer.runtime.graph import Attention, Convolution, Elementwise, Graph, L
 from gossamer.runtime.integer_layers import IntegerLayer
 from gossamer.runtime.operators import SparseLayer
 from gossamer.runtime.plan import Plan, TorchStep, build_plan
+from gossamer.runtime.rotary import with_rotary
 from gossamer.runtime.trial import trials
 from gossamer.runtime.tuning import tune
 from gossamer.runtime.weights import SparseWeight
@@ -55,7 +56,7 @@ def compile(
     training = [module for module in model.modules() if module.training]
     try:
         with _tracing, torch.no_grad():
-            traced = with_linear_layers(trace(model.eval(), args, kwargs))
+            traced = with_rotary(with_linear_layers(trace(model.eval(), args, kwargs)))
             graph = simplify(with_formulas(with_attention(traced, trials(traced))))
     except GossamerError:
         raise
@@ -102,15 +103,15 @@ class Engine:
         inputs = graph.signature.inputs(args, kwargs)
         return pytree.tree_unflatten(self.flat([inputs[name] for name in graph.inputs]), graph.out_spec)
 
-    def flat(self, leaves: Sequence[Any]) -> list[Any]:
-        """All outputs in order, for all inputs in order."""
+    def flat(self, leaves: Sequence[Any], given: Mapping[str, Tensor] | None = None) -> list[Any]:
+        """All outputs in order, for all inputs in order; `given` has values that are not inputs of the graph."""
         graph = self._plan.graph
         sizes = _sizes(graph, leaves)
         with torch.inference_mode():
             binding = self._bind(sizes)
             arena = self._take(binding.arena_bytes)
             try:
-                values = {**graph.constants, **dict(zip(graph.inputs, leaves, strict=True))}
+                values = {**graph.constants, **dict(zip(graph.inputs, leaves, strict=True)), **(given or {})}
                 return _Call(self._plan, binding, arena, values).run(self.threads)
             finally:
                 with self._lock:

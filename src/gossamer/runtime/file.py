@@ -35,7 +35,7 @@ from gossamer.io import (
 )
 from gossamer.runtime._onnx_functions import FUNCTIONS
 from gossamer.runtime.evaluate import BUILTINS
-from gossamer.runtime.graph import ACTIVATIONS, Attention, Convolution, Elementwise, Graph, Linear, Node, Ref
+from gossamer.runtime.graph import ACTIVATIONS, Attention, CachedAttention, Convolution, Elementwise, Graph, Linear, Node, Ref, Rotary
 from gossamer.runtime.outputs import load_structure
 from gossamer.runtime.plan import Plan, build_plan
 from gossamer.runtime.signature import Signature
@@ -51,6 +51,8 @@ _LAYERS: dict[str, type[Node]] = {
     "linear": Linear,
     "elementwise": Elementwise,
     "attention": Attention,
+    "rotary": Rotary,
+    "cached_attention": CachedAttention,
 }
 _NAMES = """
 __and__ _assert_scalar _assert_tensor_metadata _native_batch_norm_legit_no_training _softmax _to_copy _unsafe_view abs
@@ -249,6 +251,8 @@ def _decode_node(entry: Mapping[str, Any]) -> Node:
             _text(value)
         elif item.name in ("groups", "heads", "shared"):
             _size(value)
+        elif item.name == "layer" and (type(value) is not int or not 0 <= value <= _LARGEST):
+            raise ValueError(f"'{node.output}': layer is {value!r}")
         elif item.name == "activation" and value is not None and value not in ACTIVATIONS.values():
             raise ValueError(f"'{node.output}': unknown activation {value!r}")
         elif item.name == "steps" and value is not None:

@@ -106,6 +106,30 @@ class Attention(Node):
     """Whether a query sees the keys up to its own position only."""
 
 
+@dataclass(frozen=True)
+class Rotary(Node):
+    """Rotary embeddings; `args` are the heads side by side `(batch, tokens, heads · size)`, cosine and sine."""
+
+    op: str = "rotary"
+    heads: int = 1
+
+
+@dataclass(frozen=True)
+class CachedAttention(Node):
+    """Causal attention over a cache and the call's own keys and values, which the cache keeps.
+
+    `args` are query, key and value `(batch, tokens, heads · size)`.
+    """
+
+    op: str = "cached_attention"
+    heads: int = 1
+    shared: int = 1
+    """Heads that read the same key and value."""
+    scale: float = 1.0
+    layer: int = 0
+    """Which keys and values of the cache."""
+
+
 @dataclass
 class Graph:
     """Nodes in the order of execution, constants by name, and the shapes that the example had."""
@@ -170,7 +194,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | N
             graph.dtypes[node.name] = value.dtype
         if node.op == "call_function":
             target: Any = node.target
-            name = str(target) if "aten" in str(target) else f"builtin.{target.__name__}"
+            name = str(target) if isinstance(target, torch._ops.OpOverload) else f"builtin.{target.__name__}"
             graph.nodes.append(Node(name, node.name, _plain(node.args), _plain(node.kwargs)))
         elif node.op == "output":
             graph.outputs = list(_plain(node.args[0]))
