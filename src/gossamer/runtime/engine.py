@@ -19,7 +19,7 @@ from gossamer.runtime.attention import with_attention
 from gossamer.runtime.evaluate import call_operator
 from gossamer.runtime.file import load_plan, save_plan
 from gossamer.runtime.formulas import with_formulas, with_linear_layers
-from gossamer.runtime.graph import Attention, Convolution, Elementwise, Graph, Linear, Node, Ref, simplify, trace
+from gossamer.runtime.graph import Attention, CachedAttention, Convolution, Elementwise, Graph, Linear, Node, Ref, simplify, trace
 from gossamer.runtime.integer_layers import IntegerLayer
 from gossamer.runtime.operators import SparseLayer
 from gossamer.runtime.plan import Plan, TorchStep, build_plan
@@ -82,7 +82,10 @@ def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def load(path: str | os.PathLike[str], *, threads: int | None = None) -> Engine:
     """An engine that `Engine.save` wrote. The file is data: it is checked, and nothing in it is executed."""
-    return Engine(load_plan(path), torch.get_num_threads() if threads is None else threads)
+    plan = load_plan(path)
+    if any(isinstance(node, CachedAttention) for node in plan.graph.nodes):
+        raise GossamerError(f"{path}: holds a decoder; load it with gossamer.runtime.load_decoder")
+    return Engine(plan, torch.get_num_threads() if threads is None else threads)
 
 
 class Engine:
@@ -116,6 +119,11 @@ class Engine:
             finally:
                 with self._lock:
                     self._arenas.append(arena)
+
+    @property
+    def plan(self) -> Plan:
+        """The steps of the engine."""
+        return self._plan
 
     @property
     def graph(self) -> Graph:

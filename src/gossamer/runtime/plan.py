@@ -165,6 +165,9 @@ class _Builder:
         self._packed: dict[str, str] = {}
         self._splits: dict[tuple[str, int, Dim, Dim], SplitPhases] = {}
         self._nonnegative: set[str] = set()
+        self._sparse: dict[str, SparseWeight] = {}
+        self._read = {name for node in graph.nodes for name in node.inputs}
+        """Weights among these are also read as tensors, such as those of embeddings that a last layer shares."""
         self._sizes = {size for name in graph.inputs for size in graph.shapes.get(name, ())}
         """The sizes that are known when an engine is called."""
         self._integers = IntegerPlan(
@@ -401,9 +404,13 @@ class _Builder:
 
     def _weight(self, name: str) -> SparseWeight:
         weight = self._graph.constants[name]
-        if not isinstance(weight, SparseWeight):
-            weight = self._graph.constants[name] = SparseWeight.of(weight, self._graph.scales.get(name))
-        return weight
+        if isinstance(weight, SparseWeight):
+            return weight
+        if name not in self._sparse:
+            self._sparse[name] = SparseWeight.of(weight, self._graph.scales.get(name))
+            if name not in self._read:
+                self._graph.constants[name] = self._sparse[name]
+        return self._sparse[name]
 
     def _bias(self, name: str, rows: int) -> Tensor:
         bias = self._graph.constants[name]
