@@ -39,6 +39,7 @@ from gossamer.runner.weights import file_of, load_state, load_weights, read_weig
 
 if TYPE_CHECKING:
     from gossamer.export import Written
+    from gossamer.runtime import Engine
 
 logger = logging.getLogger("gossamer")
 
@@ -135,6 +136,19 @@ class LoadedModel:
             raise GossamerError(
                 f"{self.argument}: does not run on an input of shape {shape}: {reason(error)}"
             ) from error
+
+    def compile(self) -> dict[str, Engine]:
+        """Engines by the end of their file names: of the model, or of each network of a detector.
+
+        As in export, the networks of a detector are without anchors, non-maximum suppression and other post-processing.
+        """
+        from gossamer import runtime
+
+        if self.kind != "detection":
+            return {"": runtime.compile(self.model, self.example)}
+        networks = self.networks()
+        engines = {name: runtime.compile(network.module, network.inputs) for name, network in networks.items()}
+        return {f"-{as_name(name)}" if len(engines) > 1 else "": engine for name, engine in engines.items()}
 
     def half(self) -> LoadedModel:
         """The same with a model in 16-bit floats."""

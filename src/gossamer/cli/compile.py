@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from typer import Argument, Option
 
@@ -30,10 +30,11 @@ def compile_model(
     """Compile a model with zeros in its weights for this CPU, and write one file for gossamer.runtime.load().
 
     Every layer is measured on this machine to choose how it is computed. The file runs without the model's class.
+    Each network of a detector is one file, without post-processing, as in gossamer export.
     """
     from gossamer import runtime
 
-    engine: Any
+    engines: dict[str, runtime.Engine]
     with err.status("compiling"):
         if model.endswith(".onnx"):
             given = {
@@ -47,15 +48,18 @@ def compile_model(
                 raise GossamerError(
                     f"{unused[0]}: not used for an ONNX file, which has its weights and shapes; drop it"
                 )
-            engine = runtime.InferenceSession(model).engine
+            engines = {"": runtime.InferenceSession(model).engine}
         else:
-            loaded = load_model(model, weights, data, input_shape, sets or [], classes, imports)
-            engine = runtime.compile(loaded.model, loaded.example)
-        engine.save(output)
-    size = output.stat().st_size
+            engines = load_model(model, weights, data, input_shape, sets or [], classes, imports).compile()
+        files = {output.with_name(f"{output.stem}{end}{output.suffix}"): engine for end, engine in engines.items()}
+        for path, engine in files.items():
+            engine.save(path)
+    sizes = {str(path): path.stat().st_size for path in files}
     if as_json:
-        show_json({"model": model, "output": str(output), "bytes": size})
+        first = next(iter(sizes))
+        show_json({"model": model, "output": first, "bytes": sizes[first], "files": sizes})
         return
-    if summary:
-        say(engine.summary())
-    say(f"{output}: {size / 1e6:.1f} MB; run it with gossamer.runtime.load('{output}')")
+    for path, engine in files.items():
+        if summary:
+            say(engine.summary())
+        say(f"{path}: {sizes[str(path)] / 1e6:.1f} MB; run it with gossamer.runtime.load('{path}')")
