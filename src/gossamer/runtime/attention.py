@@ -331,7 +331,7 @@ class _Rewriting:
         end = self._end(node)
         output = self._new(f"{node.output}/tokens", (batch, tokens, width))
         scale = product.scale * factors[0] * factors[1]
-        options = {"output": output, "heads": heads, "shared": key.shared, "scale": scale}
+        options: dict[str, Any] = {"output": output, "heads": heads, "shared": key.shared, "scale": scale}
         if product.layer is None:
             new.append(Attention(args=(*refs, mask), causal=causal, **options))
         else:

@@ -19,7 +19,18 @@ from gossamer.runtime.attention import with_attention
 from gossamer.runtime.evaluate import call_operator
 from gossamer.runtime.file import load_plan, save_plan
 from gossamer.runtime.formulas import with_formulas, with_linear_layers
-from gossamer.runtime.graph import Attention, CachedAttention, Convolution, Elementwise, Graph, Linear, Node, Ref, simplify, trace
+from gossamer.runtime.graph import (
+    Attention,
+    CachedAttention,
+    Convolution,
+    Elementwise,
+    Graph,
+    Linear,
+    Node,
+    Ref,
+    simplify,
+    trace,
+)
 from gossamer.runtime.integer_layers import IntegerLayer
 from gossamer.runtime.operators import SparseLayer
 from gossamer.runtime.plan import Plan, TorchStep, build_plan

@@ -34,6 +34,8 @@ def call_operator(node: Node, value: Callable[[Any], Any]) -> Any:
 
 
 def _rotated(node: Rotary, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    heads = x.unflatten(2, (node.heads, -1))
-    low, high = heads.chunk(2, dim=3)
-    return (heads * cos.unsqueeze(2) + torch.cat([-high, low], 3) * sin.unsqueeze(2)).flatten(2)
+    size = x.shape[2] // node.heads
+    heads = x.reshape(*x.shape[:2], node.heads, size)
+    low, high = heads[..., : size // 2], heads[..., size // 2 :]
+    turned = heads * cos.unsqueeze(2) + torch.cat([-high, low], 3) * sin.unsqueeze(2)
+    return turned.flatten(2)

@@ -35,7 +35,18 @@ from gossamer.io import (
 )
 from gossamer.runtime._onnx_functions import FUNCTIONS
 from gossamer.runtime.evaluate import BUILTINS
-from gossamer.runtime.graph import ACTIVATIONS, Attention, CachedAttention, Convolution, Elementwise, Graph, Linear, Node, Ref, Rotary
+from gossamer.runtime.graph import (
+    ACTIVATIONS,
+    Attention,
+    CachedAttention,
+    Convolution,
+    Elementwise,
+    Graph,
+    Linear,
+    Node,
+    Ref,
+    Rotary,
+)
 from gossamer.runtime.outputs import load_structure
 from gossamer.runtime.plan import Plan, build_plan
 from gossamer.runtime.signature import Signature

@@ -181,7 +181,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | N
     constants: dict[str, Tensor | SparseWeight]
     constants = {name: cast(Tensor, state[source]).detach() for name, source in sources.items()}
     given = [spec.arg for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT]
-    inputs = [cast(str, arg.name) for arg in given]
+    inputs = [arg.name for arg in given]
     fixed = {arg.name: arg.value for arg in given if isinstance(arg, ConstantArgument)}
     graph = Graph([], inputs, [], constants, {}, {})
     arguments = pytree.tree_unflatten(inputs, cast(Any, program.call_spec.in_spec))
@@ -194,7 +194,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | N
             graph.dtypes[node.name] = value.dtype
         if node.op == "call_function":
             target: Any = node.target
-            name = str(target) if isinstance(target, torch._ops.OpOverload) else f"builtin.{target.__name__}"
+            name = str(target) if hasattr(target, "namespace") else f"builtin.{target.__name__}"
             graph.nodes.append(Node(name, node.name, _plain(node.args), _plain(node.kwargs)))
         elif node.op == "output":
             graph.outputs = list(_plain(node.args[0]))

@@ -28,9 +28,9 @@ class EngineModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves: list[Any] = pytree.tree_leaves((args, kwargs))
-        if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-            if self._in_training:
-                raise GossamerError("an engine computes no gradients; train the model and compile it afterwards")
+        in_use = self._in_training and torch.is_grad_enabled()
+        if in_use and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+            raise GossamerError("an engine computes no gradients; train the model and compile it afterwards")
         outputs = self.engine(*args, **kwargs)
         if torch.is_inference_mode_enabled():
             return outputs

@@ -43,9 +43,10 @@ class Signature:
         slots: dict[int | str, Any] = {**dict(enumerate(self.args)), **self.kwargs}
         found: dict[int | str, Any] = {}
         for k, value in enumerate(args):
-            slot = k if k < len(self.args) else self.parameters[k] if k < len(self.parameters) else None
+            name = self.parameters[k] if k < len(self.parameters) else ""
+            slot = k if k < len(self.args) else name
             if slot not in slots:
-                if slot in self.defaults and _same(value, self.defaults[slot]):
+                if self._is_default(name, value):
                     continue
                 raise GossamerError(f"{len(args)} arguments were given; {self._expected()}")
             found[slot] = value
@@ -53,7 +54,7 @@ class Signature:
         for name, value in kwargs.items():
             slot = positions.get(name, name)
             if slot not in slots:
-                if slot in self.defaults and _same(value, self.defaults[slot]):
+                if self._is_default(name, value):
                     continue
                 raise GossamerError(f"unexpected argument '{name}'{nearest(name, self.names)}; {self._expected()}")
             if slot in found:
@@ -74,6 +75,9 @@ class Signature:
                     message = f"'{label}': the engine is compiled for {expected!r}, found {_short(values[name])}"
                     raise GossamerError(f"{message}; compile the model with this value in example_inputs")
         return values
+
+    def _is_default(self, name: str, value: Any) -> bool:
+        return name in self.defaults and _same(value, self.defaults[name])
 
     def _expected(self) -> str:
         return f"the engine takes {', '.join(self.names)}, as in its example_inputs"
