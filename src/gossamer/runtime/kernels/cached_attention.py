@@ -14,6 +14,7 @@ from llvmlite import ir
 from gossamer.runtime._code import F32, I32, I64, Kernel, Value, Variable, integer
 from gossamer.runtime.kernels.convolution import keep_valid
 from gossamer.runtime.kernels.epilogue import exponential
+from gossamer.runtime.kernels.rows import across, each_vector
 from gossamer.runtime.layout import LANES
 
 _VECTOR = ir.VectorType(F32, LANES)
@@ -31,7 +32,7 @@ ROTARY_FIELDS = (
 def rotary(lanes: int) -> ir.Module:
     """`x · cos + (−x₂, x₁) · sin` for the halves x₁ and x₂ of every head, equation 34 of RoFormer."""
     kernel = Kernel(ir.Module("rotary"), ROTARY_FIELDS)
-    build, kind, half = kernel.build, ir.VectorType(F32, lanes), kernel["half"]
+    build, half = kernel.build, kernel["half"]
     with kernel.each_item() as item:
         head, image = kernel.split(item, kernel["heads"])
         first = build.mul(head, kernel.mul(half, 2))
@@ -40,19 +41,27 @@ def rotary(lanes: int) -> ir.Module:
             offset = kernel.add(kernel[name], build.mul(image, kernel[f"{name}_image"]))
             return kernel.at(kernel.arena, kernel.add(offset, build.mul(channel, kernel[f"{name}_plane"])))
 
-        with kernel.loop(integer(0), half) as c:
-            pair = (c, kernel.add(c, half))
-            inputs, results = ([plane(name, kernel.add(first, one)) for one in pair] for name in "xy")
-            cos, sin = ([plane(name, one) for one in pair] for name in ("cos", "sin"))
-            with kernel.loop(integer(0), kernel["vectors"]) as vector:
-                here = kernel.mul(vector, 4 * lanes)
-                low, high, cos_low, cos_high, sin_low, sin_high = (
-                    kernel.load(pointer, kind, here) for pointer in (*inputs, *cos, *sin)
-                )
-                turned = build.fsub(build.fmul(low, cos_low), build.fmul(high, sin_low))
-                kernel.store(turned, results[0], here)
-                turned = build.fadd(build.fmul(high, cos_high), build.fmul(low, sin_high))
-                kernel.store(turned, results[1], here)
+        def planes(c: Value) -> list[list[Value]]:
+            """x, y, cosine and sine at channel c of both halves."""
+            starts = (("x", first), ("y", first), ("cos", integer(0)), ("sin", integer(0)))
+            return [[plane(name, kernel.add(start, one)) for one in (c, build.add(c, half))] for name, start in starts]
+
+        def turn(pointers: list[list[Value]], offset: Value, kind: Value) -> None:
+            x, y, cos, sin = pointers
+            low, high, cos_low, cos_high, sin_low, sin_high = (
+                kernel.load(pointer, kind, offset) for pointer in (*x, *cos, *sin)
+            )
+            kernel.store(build.fsub(build.fmul(low, cos_low), build.fmul(high, sin_low)), y[0], offset)
+            kernel.store(build.fadd(build.fmul(high, cos_high), build.fmul(low, sin_high)), y[1], offset)
+
+        if lanes == 1:  # channels lie next to each other
+            pointers = planes(integer(0))
+            each_vector(kernel, half, lambda offset, kind: turn(pointers, offset, kind))
+        else:
+            with kernel.loop(integer(0), half) as c:
+                pointers = planes(c)
+                with kernel.loop(integer(0), kernel["vectors"]) as vector:
+                    turn(pointers, kernel.mul(vector, 4 * lanes), ir.VectorType(F32, lanes))
     kernel.close()
     return kernel.module
 
@@ -159,7 +168,7 @@ def _one_query(own: _Attention, q: Value, y: Value) -> None:
             value = build.select(is_key(position), build.fmul(score.get(), own.scale), _LOWEST)
             kernel.store(value, own.scores, kernel.mul(position, 4))
             most.set(_larger_of(kernel, value, most.get()))
-    best = kernel.splat(_across(kernel, most.get(), lambda a, b: _larger_of(kernel, a, b)), LANES)
+    best = kernel.splat(across(kernel, most.get(), lambda a, b: _larger_of(kernel, a, b)), LANES)
     with kernel.loop(integer(0), own.keys, LANES) as first:
         place = kernel.at(own.scores, kernel.mul(first, 4))
         value = exponential(kernel, build.fsub(kernel.load(place, _VECTOR), best))
@@ -167,7 +176,7 @@ def _one_query(own: _Attention, q: Value, y: Value) -> None:
         kernel.store(value, place)
         total.set(build.fadd(total.get(), value))
     one = ir.Constant(F32, 1.0)
-    inverse = kernel.splat(build.fdiv(one, _across(kernel, total.get(), build.fadd)), LANES)
+    inverse = kernel.splat(build.fdiv(one, across(kernel, total.get(), build.fadd)), LANES)
 
     def channels(first: Value, count: int) -> None:
         """`count` vectors of the result; the last one may have fewer channels than lanes."""
@@ -279,16 +288,6 @@ def _multiply_add(kernel: Kernel, total: Variable, first: Value, second: Value) 
 
 def _larger_of(kernel: Kernel, first: Value, second: Value) -> Value:
     return kernel.build.select(kernel.build.fcmp_ordered(">", first, second), first, second)
-
-
-def _across(kernel: Kernel, vector: Value, combine: Callable[[Value, Value], Value]) -> Value:
-    """One number of all lanes, in halves."""
-    build, lanes = kernel.build, LANES
-    while lanes > 1:
-        lanes //= 2
-        low, high = (ir.Constant(ir.VectorType(I32, lanes), list(range(k, k + lanes))) for k in (0, lanes))
-        vector = combine(build.shuffle_vector(vector, vector, low), build.shuffle_vector(vector, vector, high))
-    return build.extract_element(vector, ir.Constant(I32, 0))
 
 
 def _in_blocks(kernel: Kernel, count: Value, several: Callable[[Value, int], None]) -> None:
