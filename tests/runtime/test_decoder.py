@@ -233,6 +233,8 @@ def test_wrong_arguments_are_one_error() -> None:
             own(ids)
     with pytest.raises(GossamerError, match="cache: it is of 2 sequences"):
         own(ids_of(1, 1), kept)
+    with pytest.raises(GossamerError, match="needs a cache of keys and values; call the decoder"):
+        own.engine(ids_of(1, 1), torch.arange(1), torch.arange(1))
     with pytest.raises(GossamerError, match="max_new_tokens: expected a number of at least 1"):
         own.generate(ids_of(1, 1), 0)
     assert len(kept) == 3

@@ -16,6 +16,7 @@ from torch.nn import functional
 from gossamer.errors import GossamerError, short_error
 from gossamer.runtime.arena import Binding, bind
 from gossamer.runtime.attention import with_attention
+from gossamer.runtime.decoding_operators import STATE
 from gossamer.runtime.evaluate import call_operator
 from gossamer.runtime.file import load_plan, save_plan
 from gossamer.runtime.formulas import with_formulas, with_linear_layers
@@ -120,6 +121,8 @@ class Engine:
     def flat(self, leaves: Sequence[Any], given: Mapping[str, Tensor] | None = None) -> list[Any]:
         """All outputs in order, for all inputs in order; `given` has values that are not inputs of the graph."""
         graph = self._plan.graph
+        if STATE in self._plan.packed and STATE not in (given or {}):
+            raise GossamerError("this engine needs a cache of keys and values; call the decoder that it belongs to")
         sizes = _sizes(graph, leaves)
         with torch.inference_mode():
             binding = self._bind(sizes)
