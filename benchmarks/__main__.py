@@ -20,6 +20,7 @@ from rich.table import Table
 from benchmarks.allocation import allocation
 from benchmarks.allocation_accuracy import allocation_accuracy
 from benchmarks.create_accuracy import create_accuracy
+from benchmarks.decoding import decoding_speed
 from benchmarks.detection_accuracy import detection_accuracy
 from benchmarks.file_size import file_size
 from benchmarks.import_time import import_time
@@ -55,6 +56,7 @@ SHORT: dict[str, Benchmark] = {
     "thinning": thinning,
     "runtime": runtime_speed,
     "runtime-int8": integer_speed,
+    "runtime-decoding": decoding_speed,
 }
 LONG: dict[str, Benchmark] = {
     "mask-update-patterns": mask_update_of_patterns,

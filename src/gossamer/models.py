@@ -24,6 +24,7 @@ from gossamer.errors import GossamerError
 from gossamer.export.weights import THINNED, is_thinned
 from gossamer.io import as_name
 from gossamer.model.example_inputs import guess_inputs
+from gossamer.progress import Progress
 from gossamer.runner.builders import build_net, builder, call_builder, classes_parameter, code_of
 from gossamer.runner.config import Config, config_of, task_of
 from gossamer.runner.config.schema import Net, Source
@@ -39,6 +40,7 @@ from gossamer.runner.weights import file_of, load_state, load_weights, read_weig
 
 if TYPE_CHECKING:
     from gossamer.export import Written
+    from gossamer.runtime import Engine
 
 logger = logging.getLogger("gossamer")
 
@@ -135,6 +137,23 @@ class LoadedModel:
             raise GossamerError(
                 f"{self.argument}: does not run on an input of shape {shape}: {reason(error)}"
             ) from error
+
+    def compile(
+        self, weight_dtype: torch.dtype = torch.float32, progress: Progress = lambda _label, _share: None
+    ) -> dict[str, Engine]:
+        """Engines by the end of their file names: of the model, or of each network of a detector.
+
+        As in export, the networks of a detector are without anchors, non-maximum suppression and other post-processing.
+        """
+        from gossamer import runtime
+
+        if self.kind != "detection":
+            return {"": runtime.compile(self.model, self.example, weight_dtype=weight_dtype, progress=progress)}
+        engines = {
+            name: runtime.compile(network.module, network.inputs, weight_dtype=weight_dtype, progress=progress)
+            for name, network in self.networks().items()
+        }
+        return {f"-{as_name(name)}" if len(engines) > 1 else "": engine for name, engine in engines.items()}
 
     def half(self) -> LoadedModel:
         """The same with a model in 16-bit floats."""

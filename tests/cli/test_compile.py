@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from gossamer import runtime
 from gossamer.cli import app
 from gossamer.export import to_onnx
+from gossamer.models import load_model
 
 MODEL = """
 import torch
@@ -76,3 +77,38 @@ def test_what_is_gained_is_printed_once_and_progress_is_shown(folder: Path, monk
     summary = CliRunner().invoke(app, ["compile", "models_to_compile:tiny", "--input", "1,3,16,16", "--summary"]).output
     assert "computed by" in summary
     assert summary.count("One call with") == 1
+
+
+DETECTORS = """
+import torch
+from gossamer.runner.detectors import fasterrcnn_resnet18_fpn, retinanet_resnet18_fpn
+
+def two_stages():
+    torch.manual_seed(0)
+    return fasterrcnn_resnet18_fpn(num_classes=3, pyramid_channels=32, min_size=64, max_size=64)
+
+def one_stage():
+    torch.manual_seed(0)
+    return retinanet_resnet18_fpn(num_classes=3, pyramid_channels=64, min_size=64, max_size=64)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "files"), [("one_stage", ["d.gossamer"]), ("two_stages", ["d-proposals.gossamer", "d-boxes.gossamer"])]
+)
+def test_the_networks_of_a_detector_compile_to_one_file_each(folder: Path, name: str, files: list[str]) -> None:
+    (folder / "detectors_to_compile.py").write_text(DETECTORS)
+    model = f"detectors_to_compile:{name}"
+    result = CliRunner().invoke(app, ["compile", model, "-o", "d.gossamer", "--input", "1,3,64,64", "--json"])
+    assert result.exit_code == 0, result.output
+    assert list(json.loads(result.stdout)["files"]) == files
+    networks = load_model(model, input_shape="1,3,64,64").networks()
+    for file, network in zip(files, networks.values(), strict=True):
+        inputs = [torch.cat([value, value / 2]) for value in network.inputs]
+        with torch.inference_mode():
+            expected = network.module(*inputs)
+        found = runtime.load(file)(*inputs)
+        assert len(found) == len(expected)
+        leaves = torch.utils._pytree.tree_leaves
+        for one, other in zip(leaves(found), leaves(expected), strict=True):
+            assert float((one - other).abs().max()) < 1e-4 * float(other.abs().max())

@@ -126,8 +126,8 @@ def test_a_perceptron_runs_single_rows_and_batches() -> None:
         ((torch.randn(1, 3, 31, 32),), r"input 'x': expected torch.float32 \(any, 3, 32, 32\) .* found .*31, 32"),
         ((torch.randn(1, 3, 32, 32).double(),), "found torch.float64"),
         ((torch.randn(3, 32, 32),), "expected torch.float32"),
-        (([1.0],), "found float"),
-        ((torch.randn(1, 3, 32, 32), 1), "expected 1 inputs as in the example, found 2"),
+        (([1.0],), "found list"),
+        ((torch.randn(1, 3, 32, 32), 1), "2 arguments were given; the engine takes x, as in"),
         ((torch.randn(0, 3, 32, 32),), "expected torch.float32"),
     ],
 )

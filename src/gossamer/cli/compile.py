@@ -27,17 +27,21 @@ def compile_model(
     sets: Sets = None,
     data: Data = None,
     imports: Imports = None,
+    bfloat16: Annotated[bool, Option("--bfloat16", help="Store the weights of layers in bfloat16.")] = False,
     summary: Annotated[bool, Option("--summary", help="Print how each layer is computed.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compile a model with zeros in its weights for this CPU, and write one file for gossamer.runtime.load().
 
     Every layer is measured on this machine to choose how it is computed, and the result is compared with dense torch.
-    The file runs without the model's class.
+    The file runs without the model's class. Each network of a detector is one file, without post-processing, as in
+    gossamer export.
     """
+    import torch
+
     from gossamer import runtime
 
-    engine: Engine
+    engines: dict[str, Engine]
     with progress("", as_json) as show:
         if model.endswith(".onnx"):
             given = {
@@ -46,28 +50,38 @@ def compile_model(
                 "--num-classes": classes,
                 "--set": sets,
                 "--data": data,
+                "--bfloat16": bfloat16,
             }
             if unused := [name for name, value in given.items() if value]:
                 raise GossamerError(
                     f"{unused[0]}: not used for an ONNX file, which has its weights and shapes; drop it"
                 )
             show("reading the file", 0.0)
-            engine = runtime.InferenceSession(model, progress=show).engine
+            engines = {"": runtime.InferenceSession(model, progress=show).engine}
         else:
             show("loading the model", 0.0)
             loaded = load_model(model, weights, data, input_shape, sets or [], classes, imports)
             with without_log():
-                engine = runtime.compile(loaded.model, loaded.example, progress=show)
-        engine.save(output)
-    size, times = output.stat().st_size, engine.times
+                engines = loaded.compile(torch.bfloat16 if bfloat16 else torch.float32, progress=show)
+        files = {output.with_name(f"{output.stem}{end}{output.suffix}"): engine for end, engine in engines.items()}
+        for path, engine in files.items():
+            engine.save(path)
+    sizes = {str(path): path.stat().st_size for path in files}
     if as_json:
-        measured = None
-        if times is not None:
-            measured = {"seconds": times.total, "dense_seconds": times.dense_total, "gain": times.gain}
-        show_json({"model": model, "output": str(output), "bytes": size, "times": measured})
+        first = next(iter(sizes))
+        times = [_times(engine) for engine in engines.values()]
+        show_json({"model": model, "output": first, "bytes": sizes[first], "files": sizes, "times": times})
         return
-    if summary:
-        say(engine.summary())
-    elif times is not None:
-        say(times.verdict())
-    say(f"{output}: {size / 1e6:.1f} MB; run it with gossamer.runtime.load('{output}')")
+    for path, engine in files.items():
+        if summary:
+            say(engine.summary())
+        elif engine.times is not None:
+            say(engine.times.verdict())
+        say(f"{path}: {sizes[str(path)] / 1e6:.1f} MB; run it with gossamer.runtime.load('{path}')")
+
+
+def _times(engine: Engine) -> dict[str, float] | None:
+    times = engine.times
+    if times is None:
+        return None
+    return {"seconds": times.total, "dense_seconds": times.dense_total, "gain": times.gain}

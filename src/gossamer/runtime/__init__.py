@@ -1,5 +1,6 @@
 """Runs networks with zeros in their weights fast on a CPU."""
 
+from gossamer.runtime.decoder import Cache, Decoder, compile_decoder, load_decoder
 from gossamer.runtime.engine import Engine, compile, load
 from gossamer.runtime.layers import LayerReport, Times
 from gossamer.runtime.onnx import InferenceSession
@@ -12,6 +13,8 @@ from gossamer.runtime.session_options import (
 )
 
 __all__ = [
+    "Cache",
+    "Decoder",
     "Engine",
     "ExecutionMode",
     "GraphOptimizationLevel",
@@ -20,7 +23,9 @@ __all__ = [
     "SessionOptions",
     "Times",
     "compile",
+    "compile_decoder",
     "get_available_providers",
     "get_device",
     "load",
+    "load_decoder",
 ]

@@ -15,11 +15,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from gossamer.runtime.graph import Attention, Graph, Node, Ref, without_unused
+from gossamer.runtime.graph import Attention, CachedAttention, Graph, Node, Ref, without_unused
 from gossamer.runtime.trial import Trial, values_of_sizes
 
 _ORDERS = ("tokens", "swapped", "rows", "swapped rows")
 """`(batch, tokens, channels)`, `(tokens, batch, channels)`, and each with its first two dimensions as one."""
+CACHED = "gossamer.cached_attention.default"
+"""The operator that stands for attention over a cache while a model is traced."""
 _PRODUCT = ("onnx.MatMul", "aten.matmul.default")
 _SOFTMAX = ("onnx.Softmax", "aten.softmax.int")
 _VIEWS = frozenset(
@@ -53,6 +55,8 @@ class _Product:
     causal: bool
     transposed: bool
     """Whether the key is `(batch, heads, size, tokens)`."""
+    layer: int | None = None
+    """Of the cache to which key and value are appended, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,8 @@ class _Source:
 
 def with_attention(graph: Graph, pair: tuple[Trial, Trial] | None) -> Graph:
     """Replace attention, with the views that separate and join heads, by one node each."""
-    if pair is None or not any(node.op in _SOFTMAX or "scaled_dot_product" in node.op for node in graph.nodes):
+    names = (*_SOFTMAX, CACHED, "aten.scaled_dot_product_attention.default")
+    if pair is None or not any(node.op in names for node in graph.nodes):
         return graph
     return _Rewriting(graph, pair).result()
 
@@ -102,6 +107,9 @@ class _Rewriting:
     # What attention reads
 
     def _product(self, node: Node) -> _Product | None:
+        if node.op == CACHED:
+            query, key, value, layer, scale = node.args
+            return _Product(query, key, value, None, scale, True, False, layer)
         if node.op == "aten.scaled_dot_product_attention.default":
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
             given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -323,16 +331,11 @@ class _Rewriting:
         end = self._end(node)
         output = self._new(f"{node.output}/tokens", (batch, tokens, width))
         scale = product.scale * factors[0] * factors[1]
-        new.append(
-            Attention(
-                output=output,
-                args=(*refs, mask),
-                heads=heads,
-                shared=key.shared,
-                scale=scale,
-                causal=causal,
-            )
-        )
+        options: dict[str, Any] = {"output": output, "heads": heads, "shared": key.shared, "scale": scale}
+        if product.layer is None:
+            new.append(Attention(args=(*refs, mask), causal=causal, **options))
+        else:
+            new.append(CachedAttention(args=tuple(refs), layer=product.layer, **options))
         if end is not None:
             name, layer = end
             if layer is None:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -20,11 +20,13 @@ from gossamer.errors import GossamerError, short_error
 from gossamer.progress import Progress
 from gossamer.runtime.arena import Binding, bind
 from gossamer.runtime.attention import with_attention
+from gossamer.runtime.decoding_operators import STATE
 from gossamer.runtime.evaluate import call_operator
 from gossamer.runtime.file import load_plan, save_plan
 from gossamer.runtime.formulas import with_formulas, with_linear_layers
 from gossamer.runtime.graph import (
     Attention,
+    CachedAttention,
     Convolution,
     Elementwise,
     Graph,
@@ -40,11 +42,14 @@ from gossamer.runtime.layers import SMALL_GAIN, LayerReport, Times, layer_names,
 from gossamer.runtime.measure import dense_times, least, torch_threads
 from gossamer.runtime.operators import SparseLayer
 from gossamer.runtime.plan import Plan, TorchStep, build_plan
+from gossamer.runtime.rotary import with_rotary
 from gossamer.runtime.trial import trials
 from gossamer.runtime.tuning import tune
 from gossamer.runtime.weights import SparseWeight
 
 logger = logging.getLogger("gossamer")
+if TYPE_CHECKING:
+    from gossamer.runtime.module import EngineModule
 
 _tracing = threading.Lock()
 """torch.export works in one thread at a time."""
@@ -52,7 +57,7 @@ _tracing = threading.Lock()
 
 def compile(
     model: nn.Module,
-    example_inputs: Tensor | tuple[Any, ...],
+    example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any],
     *,
     threads: int | None = None,
     tuned: bool = True,
@@ -61,24 +66,25 @@ def compile(
 ) -> Engine:
     """Compile a model for this CPU.
 
-    `example_inputs` is a tensor or a tuple of arguments. The batch size and the number of tokens may differ from call
-    to call; other sizes are fixed. `threads` is torch's number of threads by default. `tuned=False` skips the
-    measurements that choose how each layer is computed, and those for `summary()`. `weight_dtype=torch.bfloat16` rounds
-    the weights of layers to 16 bits and computes with them in 32: less memory, and faster where that is the limit.
-    Logs a warning if the engine is no faster than dense torch on the example inputs.
+    `example_inputs` is a tensor, a tuple of arguments, or a mapping of keyword arguments. The batch size and the number
+    of tokens may differ from call to call; other sizes, and arguments that are not tensors, are fixed. `threads` is
+    torch's number of threads by default. `tuned=False` skips the measurements that choose how each layer is computed,
+    and those for `summary()`. `weight_dtype=torch.bfloat16` rounds the weights of layers to 16 bits and computes with
+    them in 32: less memory, and faster where that is the limit. Logs a warning if the engine is no faster than dense
+    torch on the example inputs.
     """
-    example = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
+    args, kwargs = _arguments(example_inputs)
     if not isinstance(cast(object, model), nn.Module):
         raise GossamerError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
-    if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(example)):
-        raise GossamerError("example_inputs: expected a tensor, or a tuple of arguments with a tensor")
+    if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
+        raise GossamerError("example_inputs: expected a tensor, or a tuple or mapping of arguments with a tensor")
     if weight_dtype not in (torch.float32, torch.bfloat16):
         raise GossamerError(f"weight_dtype: expected torch.float32 or torch.bfloat16, found {weight_dtype}")
     training = [module for module in model.modules() if module.training]
     progress("tracing the model", 0.0)
     try:
         with _tracing, torch.no_grad():
-            traced = with_linear_layers(trace(model.eval(), example))
+            traced = with_rotary(with_linear_layers(trace(model.eval(), args, kwargs)))
             graph = simplify(with_formulas(with_attention(traced, trials(traced))))
             if weight_dtype == torch.bfloat16:
                 round_weights(graph)
@@ -86,19 +92,31 @@ def compile(
         raise
     except Exception as error:  # any model, any reason
         message = f"torch.export cannot trace the model with these example inputs: {short_error(error)}"
-        raise GossamerError(f"{message}; check their shapes with model(*example_inputs)") from error
+        call = "model(**example_inputs)" if kwargs else "model(*example_inputs)"
+        raise GossamerError(f"{message}; check their shapes with {call}") from error
     finally:
         for module in training:
             module.training = True
-    engine = Engine.of(graph, pytree.tree_leaves(example), threads, tuned, progress)
+    inputs = graph.signature.inputs(args, kwargs)
+    engine = Engine.of(graph, [inputs[name] for name in graph.inputs], threads, tuned, progress)
     if engine.times is not None and engine.times.gain < SMALL_GAIN:
         logger.warning("gossamer.runtime: %s engine.summary() has the time of each layer.", engine.times.verdict())
     return engine
 
 
+def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The example as arguments by position and by keyword."""
+    if isinstance(example, Mapping):
+        return (), dict(cast(Mapping[str, Any], example))
+    return ((example,) if isinstance(example, Tensor) else tuple(example)), {}
+
+
 def load(path: str | os.PathLike[str], *, threads: int | None = None) -> Engine:
     """An engine that `Engine.save` wrote. The file is data: it is checked, and nothing in it is executed."""
-    return Engine(load_plan(path), torch.get_num_threads() if threads is None else threads)
+    plan = load_plan(path)
+    if any(isinstance(node, CachedAttention) for node in plan.graph.nodes):
+        raise GossamerError(f"{path}: holds a decoder; load it with gossamer.runtime.load_decoder")
+    return Engine(plan, torch.get_num_threads() if threads is None else threads)
 
 
 class Engine:
@@ -121,20 +139,29 @@ class Engine:
             engine._tune(leaves, progress)
         return engine
 
-    def __call__(self, *args: Any) -> Any:
-        """The model's outputs."""
-        return pytree.tree_unflatten(self.flat(pytree.tree_leaves(args)), self._plan.graph.out_spec)
-
-    def flat(self, leaves: Sequence[Any], after_step: Callable[[], object] = lambda: None) -> list[Any]:
-        """All outputs in order, for all inputs in order."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs, for the arguments of the example by position or by name."""
         graph = self._plan.graph
+        inputs = graph.signature.inputs(args, kwargs)
+        return pytree.tree_unflatten(self.flat([inputs[name] for name in graph.inputs]), graph.out_spec)
+
+    def flat(
+        self,
+        leaves: Sequence[Any],
+        given: Mapping[str, Tensor] | None = None,
+        after_step: Callable[[], object] = lambda: None,
+    ) -> list[Any]:
+        """All outputs in order, for all inputs in order; `given` has values that are not inputs of the graph."""
+        graph = self._plan.graph
+        if STATE in self._plan.packed and STATE not in (given or {}):
+            raise GossamerError("this engine needs a cache of keys and values; call the decoder that it belongs to")
         sizes = _sizes(graph, leaves)
         try:
             with torch.inference_mode(), torch.autocast("cpu", enabled=False):
                 binding = self._bind(sizes)
                 arena = self._take(binding.arena_bytes)
                 try:
-                    values = {**graph.constants, **dict(zip(graph.inputs, leaves, strict=True))}
+                    values = {**graph.constants, **dict(zip(graph.inputs, leaves, strict=True)), **(given or {})}
                     return _Call(self._plan, binding, arena, values).run(self.threads, after_step)
                 finally:
                     with self._lock:
@@ -143,6 +170,11 @@ class Engine:
             raise
         except Exception as error:  # torch's, for an index out of range and the like, or of memory
             raise GossamerError(f"the engine cannot compute these inputs: {short_error(error)}") from error
+
+    @property
+    def plan(self) -> Plan:
+        """The steps of the engine."""
+        return self._plan
 
     @property
     def graph(self) -> Graph:
@@ -168,6 +200,12 @@ class Engine:
         """Write the engine to one file, with every choice and without the model's class."""
         save_plan(self._plan, path)
 
+    def as_module(self) -> EngineModule:
+        """The engine as a module without parameters, for code that calls an `nn.Module`."""
+        from gossamer.runtime.module import EngineModule
+
+        return EngineModule(self)
+
     def layers(self) -> list[LayerReport]:
         """What computes each operator of the model, the zeros of its weight, and its time if it was measured."""
         return reports(self._plan, self._times)
@@ -183,9 +221,10 @@ class Engine:
         verdict = "Nothing was measured: call measure(*inputs)." if self._times is None else self._times.verdict()
         return "\n".join([table(self.layers(), self._times), "", verdict, memory])
 
-    def measure(self, *args: Any) -> Times:
+    def measure(self, *args: Any, **kwargs: Any) -> Times:
         """Measure every operator on these inputs, here and in dense torch, for `layers()` and `summary()`."""
-        return self._measure(pytree.tree_leaves(args))
+        inputs = self.graph.signature.inputs(args, kwargs)
+        return self._measure([inputs[name] for name in self.graph.inputs])
 
     def _tune(self, leaves: Sequence[Any], progress: Progress) -> None:
         """Choose how each layer is computed, and measure the result."""
@@ -212,7 +251,7 @@ class Engine:
 
         def steps() -> list[float]:
             marks = [now()]
-            apart.flat(leaves, lambda: marks.append(now()))
+            apart.flat(leaves, after_step=lambda: marks.append(now()))
             return [end - start for start, end in pairwise(marks)]
 
         (seconds,), by_step = least(total), least(steps)

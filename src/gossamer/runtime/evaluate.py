@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gossamer.runtime._onnx_functions import FUNCTIONS
-from gossamer.runtime.graph import Node
+from gossamer.runtime.graph import Node, Rotary
 
 BUILTINS = ("getitem", "mul", "add", "sub", "floordiv", "truediv", "mod", "neg", "eq", "ne", "ge", "gt", "le", "lt")
 """Python operators on sizes and on results with several parts."""
@@ -19,6 +20,8 @@ _BUILTINS = {name: getattr(operator, name) for name in BUILTINS}
 def call_operator(node: Node, value: Callable[[Any], Any]) -> Any:
     """The result of an operator of ATen, Python or ONNX; `value` gives the value of an argument."""
     args = [value(arg) for arg in node.args]
+    if isinstance(node, Rotary):
+        return _rotated(node, *args)
     namespace, name, *overload = node.op.split(".")
     if namespace == "builtin":
         return _BUILTINS[name](*args)
@@ -26,5 +29,13 @@ def call_operator(node: Node, value: Callable[[Any], Any]) -> Any:
         return FUNCTIONS[name](*args, **node.kwargs)
     if node.op == "aten.view.default":
         return args[0].reshape(args[1])  # a value of ours need not have the strides that the model's had
-    function = getattr(getattr(torch.ops.aten, name), overload[0])
+    function = getattr(getattr(getattr(torch.ops, namespace), name), overload[0])
     return function(*args, **{key: value(item) for key, item in node.kwargs.items()})
+
+
+def _rotated(node: Rotary, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    size = x.shape[2] // node.heads
+    heads = x.reshape(*x.shape[:2], node.heads, size)
+    low, high = heads[..., : size // 2], heads[..., size // 2 :]
+    turned = heads * cos.unsqueeze(2) + torch.cat([-high, low], 3) * sin.unsqueeze(2)
+    return turned.flatten(2)

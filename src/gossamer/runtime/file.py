@@ -35,8 +35,21 @@ from gossamer.io import (
 )
 from gossamer.runtime._onnx_functions import FUNCTIONS
 from gossamer.runtime.evaluate import BUILTINS
-from gossamer.runtime.graph import ACTIVATIONS, Attention, Convolution, Elementwise, Graph, Linear, Node, Ref
+from gossamer.runtime.graph import (
+    ACTIVATIONS,
+    Attention,
+    CachedAttention,
+    Convolution,
+    Elementwise,
+    Graph,
+    Linear,
+    Node,
+    Ref,
+    Rotary,
+)
+from gossamer.runtime.outputs import load_structure
 from gossamer.runtime.plan import Plan, build_plan
+from gossamer.runtime.signature import Signature
 from gossamer.runtime.tuning import Choice, choices, forms, set_choices, set_forms
 from gossamer.runtime.weights import SparseWeight
 from gossamer.version import __version__
@@ -49,6 +62,8 @@ _LAYERS: dict[str, type[Node]] = {
     "linear": Linear,
     "elementwise": Elementwise,
     "attention": Attention,
+    "rotary": Rotary,
+    "cached_attention": CachedAttention,
 }
 _NAMES = """
 __and__ _assert_scalar _assert_tensor_metadata _native_batch_norm_legit_no_training _softmax _to_copy _unsafe_view abs
@@ -78,11 +93,6 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     graph = plan.graph
     for node in graph.nodes:
         _check_operator(node.op)
-    structure = pytree.treespec_dumps(graph.out_spec)
-    try:
-        _structure(structure)
-    except ValueError as error:
-        raise GossamerError(f"the model's outputs: {error}; return a dict, list or tuple") from error
     tensors: dict[str, Tensor] = {}
     for name, value in graph.constants.items():
         if isinstance(value, SparseWeight):
@@ -106,7 +116,8 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
         "origins": {name: origin for name, origin in graph.origins.items() if name in sparse},
         "choices": choices(plan),
         "forms": forms(plan),
-        "output_structure": structure,
+        "signature": _encode_signature(graph.signature),
+        "output_structure": _structure(graph.out_spec),
     }
     metadata = {
         "kind": KIND,
@@ -193,7 +204,8 @@ def _graph(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Graph:
         raise ValueError("an input is listed twice")
     graph = Graph([_decode_node(node) for node in content["nodes"]], inputs, [], constants, shapes, dtypes)
     graph.outputs = list(_decode(content["outputs"]))
-    graph.out_spec = _structure(content["output_structure"])
+    graph.signature = _decode_signature(content["signature"], inputs)
+    graph.out_spec = load_structure(_text(content["output_structure"]))
     if graph.out_spec.num_leaves != len(graph.outputs):
         raise ValueError(f"{len(graph.outputs)} outputs for a structure of {graph.out_spec.num_leaves}")
     graph.origins = {name: _text(origin) for name, origin in content.get("origins", {}).items()}
@@ -205,18 +217,37 @@ def _graph(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Graph:
     return graph
 
 
-def _structure(text: str) -> Any:
-    """The structure of outputs. torch imports the modules that contexts with JSON objects name: those are refused."""
+def _structure(spec: Any) -> str:
+    try:
+        text = pytree.treespec_dumps(spec)
+        load_structure(text)
+        return text
+    except (NotImplementedError, TypeError, ValueError) as error:
+        message = f"the structure of the outputs is not supported in engine files: {error}"
+        raise GossamerError(f"{message}; return tensors in tuples, lists or dicts") from error
 
-    def check(part: Any) -> None:
-        context = part["context"]
-        if context is not None and (not isinstance(context, str) or "{" in context):
-            raise ValueError(f"a structure with a {part['type']} is not supported in engine files")
-        for child in part["children_spec"]:
-            check(child)
 
-    check(json.loads(text)[1])
-    return pytree.treespec_loads(text)
+def _encode_signature(signature: Signature) -> dict[str, Any]:
+    return {
+        "args": _encode(signature.args),
+        "kwargs": {name: _encode(value) for name, value in signature.kwargs.items()},
+        "parameters": list(signature.parameters),
+        "fixed": {name: _encode(value) for name, value in signature.fixed.items()},
+        "defaults": {name: _encode(value) for name, value in signature.defaults.items()},
+    }
+
+
+def _decode_signature(entry: Mapping[str, Any], inputs: list[str]) -> Signature:
+    signature = Signature(
+        tuple(_decode(entry["args"])),
+        {_text(name): _decode(value) for name, value in entry["kwargs"].items()},
+        tuple(_text(name) for name in entry["parameters"]),
+        {_text(name): _decode(value) for name, value in entry["fixed"].items()},
+        {_text(name): _decode(value) for name, value in entry["defaults"].items()},
+    )
+    if signature.input_names != inputs:
+        raise ValueError(f"the arguments are {signature.input_names}, the inputs {inputs}")
+    return signature
 
 
 def _check_operator(op: str) -> None:
@@ -248,6 +279,8 @@ def _decode_node(entry: Mapping[str, Any]) -> Node:
             _text(value)
         elif item.name in ("groups", "heads", "shared"):
             _size(value)
+        elif item.name == "layer" and (type(value) is not int or not 0 <= value <= _LARGEST):
+            raise ValueError(f"'{node.output}': layer is {value!r}")
         elif item.name == "activation" and value is not None and value not in ACTIVATIONS.values():
             raise ValueError(f"'{node.output}': unknown activation {value!r}")
         elif item.name == "steps" and value is not None:

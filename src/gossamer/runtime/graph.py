@@ -6,6 +6,7 @@ their own: batch norm is folded, and an addition and an activation that follow a
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.export.graph_signature import ConstantArgument, InputKind
 
+from gossamer.runtime.signature import Signature, signature_of
 from gossamer.runtime.weights import SparseWeight
 
 ACTIVATIONS = {
@@ -103,6 +106,30 @@ class Attention(Node):
     """Whether a query sees the keys up to its own position only."""
 
 
+@dataclass(frozen=True)
+class Rotary(Node):
+    """Rotary embeddings; `args` are the heads side by side `(batch, tokens, heads · size)`, cosine and sine."""
+
+    op: str = "rotary"
+    heads: int = 1
+
+
+@dataclass(frozen=True)
+class CachedAttention(Node):
+    """Causal attention over a cache and the call's own keys and values, which the cache keeps.
+
+    `args` are query, key and value `(batch, tokens, heads · size)`.
+    """
+
+    op: str = "cached_attention"
+    heads: int = 1
+    shared: int = 1
+    """Heads that read the same key and value."""
+    scale: float = 1.0
+    layer: int = 0
+    """Which keys and values of the cache."""
+
+
 @dataclass
 class Graph:
     """Nodes in the order of execution, constants by name, and the shapes that the example had."""
@@ -118,7 +145,7 @@ class Graph:
     """By weight of integers: one factor, or one for each output channel."""
     origins: dict[str, str] = field(default_factory=dict[str, str])
     """By constant: the parameter of the model that it comes from, if its name differs."""
-    in_spec: Any = None
+    signature: Signature = field(default_factory=Signature)
     out_spec: Any = None
 
     def users(self) -> Counter[str]:
@@ -140,23 +167,27 @@ def _names(value: Any) -> Iterator[str]:
             yield from _names(item)
 
 
-def trace(model: nn.Module, example: tuple[Any, ...]) -> Graph:
+def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Graph:
     """The graph of a model in evaluation mode, with a dynamic first dimension of every tensor in the example."""
     import torch.utils._pytree as pytree
 
-    leaves, spec = pytree.tree_flatten(example)
+    leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
     dynamic = pytree.tree_unflatten([_dynamic(leaf) for leaf in leaves], spec)
-    example = pytree.tree_unflatten([_doubled(leaf) for leaf in leaves], spec)
-    program = torch.export.export(model, example, dynamic_shapes=dynamic).run_decompositions({})
+    args, kwargs = pytree.tree_unflatten([_doubled(leaf) for leaf in leaves], spec)
+    shapes = _by_name(model, *dynamic) if kwargs else dynamic[0]
+    program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes).run_decompositions({})
     signature = program.graph_signature
     sources: dict[str, str] = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     sources |= dict(signature.inputs_to_lifted_tensor_constants)
     state = {**program.state_dict, **program.constants}
     constants: dict[str, Tensor | SparseWeight]
     constants = {name: cast(Tensor, state[source]).detach() for name, source in sources.items()}
-    inputs = cast(list[str], list(signature.user_inputs))
+    given = [spec.arg for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    inputs = [arg.name for arg in given]
+    fixed = {arg.name: arg.value for arg in given if isinstance(arg, ConstantArgument)}
     graph = Graph([], inputs, [], constants, {}, {}, origins=sources)
-    graph.in_spec, graph.out_spec = program.call_spec.in_spec, program.call_spec.out_spec
+    arguments = pytree.tree_unflatten(inputs, cast(Any, program.call_spec.in_spec))
+    graph.signature, graph.out_spec = signature_of(model.forward, arguments, fixed), program.call_spec.out_spec
     for node in program.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, Tensor):
@@ -165,11 +196,17 @@ def trace(model: nn.Module, example: tuple[Any, ...]) -> Graph:
             graph.dtypes[node.name] = value.dtype
         if node.op == "call_function":
             target: Any = node.target
-            name = str(target) if "aten" in str(target) else f"builtin.{target.__name__}"
+            name = str(target) if hasattr(target, "namespace") else f"builtin.{target.__name__}"
             graph.nodes.append(Node(name, node.name, _plain(node.args), _plain(node.kwargs)))
         elif node.op == "output":
             graph.outputs = list(_plain(node.args[0]))
     return graph
+
+
+def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Dynamic shapes by the names of forward's arguments."""
+    bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    return dict(bound.arguments)
 
 
 def _dynamic(leaf: Any) -> dict[int, Any] | None:

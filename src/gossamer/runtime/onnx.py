@@ -33,6 +33,7 @@ from gossamer.runtime.session_options import (
     get_available_providers,
     thread_count,
 )
+from gossamer.runtime.signature import positional
 from gossamer.runtime.trial import fill_shapes, trials
 from gossamer.runtime.weights import SparseWeight
 
@@ -172,6 +173,7 @@ def read_graph(source: str | os.PathLike[str] | bytes) -> tuple[Graph, list[str]
     graph.inputs = [value.name for value in proto.input if value.name not in constants]
     outputs = [value.name for value in proto.output]
     graph.outputs = [Ref(name) for name in outputs]
+    graph.signature = positional(graph.inputs)
     graph.out_spec = pytree.tree_structure(tuple(outputs))
     unknown = sorted({node.op_type for node in proto.node if node.op_type not in {*_NATIVE, *FUNCTIONS, "Constant"}})
     if unknown:

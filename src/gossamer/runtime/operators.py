@@ -15,6 +15,7 @@ from gossamer.runtime._code import Kernel
 from gossamer.runtime._compiler import has_expand, kernel_address
 from gossamer.runtime.graph import Steps
 from gossamer.runtime.kernels import convolution, planes, tokens, vectors
+from gossamer.runtime.kernels.rows import row_norm, row_product
 from gossamer.runtime.layout import LANES, Layout, Margins
 from gossamer.runtime.vectors import restored, vector_weights
 from gossamer.runtime.weights import Array, SparseWeight, bfloat16_bits, ordered, rows_by_length
@@ -443,6 +444,9 @@ class MapPlanes(Operator):
         }
         values["y"] += 4 * self.target_channel * target.layout.plane
         affine, rounded = self.scale is not None, self.steps is not None
+        if self.product and target.layout.lanes == 1:
+            values["items"] = target.images
+            return table_call(kernel_address(row_product), planes.MAP_FIELDS, values, arrays)
         kernel = (target.layout.lanes, self.activation, affine, residual, gated, rounded, self.product)
         return table_call(kernel_address(planes.map_planes, *kernel), planes.MAP_FIELDS, values, arrays)
 
@@ -532,7 +536,10 @@ class LayerNorm(Operator):
             "vectors": target.layout.vectors,
             "items": target.images * target.layout.vectors,
         }
-        address = kernel_address(tokens.layer_norm, target.layout.lanes, self.centered)
+        if target.layout.lanes == 1:
+            address = kernel_address(row_norm, self.centered)
+        else:
+            address = kernel_address(tokens.layer_norm, target.layout.lanes, self.centered)
         return table_call(address, tokens.NORM_FIELDS, values, arrays)
 
 

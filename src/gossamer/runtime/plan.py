@@ -14,20 +14,24 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import GossamerError
+from gossamer.runtime.decoding_operators import STATE, CachedHeads, Rotate
 from gossamer.runtime.graph import (
     Attention,
+    CachedAttention,
     Convolution,
     Elementwise,
     Graph,
     Linear,
     Node,
     Ref,
+    Rotary,
     norm_factors,
     norm_of,
     pair,
 )
 from gossamer.runtime.integer_layers import IntegerLayer, MapIntegers, quads
 from gossamer.runtime.integer_plan import IntegerPlan, Integers, Window
+from gossamer.runtime.kernels import cached_attention
 from gossamer.runtime.layout import LANES, Activation, Dim, Layout, Margins
 from gossamer.runtime.operators import (
     AttentionHeads,
@@ -161,6 +165,9 @@ class _Builder:
         self._packed: dict[str, str] = {}
         self._splits: dict[tuple[str, int, Dim, Dim], SplitPhases] = {}
         self._nonnegative: set[str] = set()
+        self._sparse: dict[str, SparseWeight] = {}
+        self._read = {name for node in graph.nodes for name in node.inputs}
+        """Weights among these are also read as tensors, such as those of embeddings that a last layer shares."""
         self._sizes = {size for name in graph.inputs for size in graph.shapes.get(name, ())}
         """The sizes that are known when an engine is called."""
         self._integers = IntegerPlan(
@@ -232,6 +239,10 @@ class _Builder:
             found = self._linear(node)
         elif isinstance(node, Attention):
             found = self._attention(node)
+        elif isinstance(node, CachedAttention):
+            found = self._cached_attention(node)
+        elif isinstance(node, Rotary):
+            found = self._rotary(node)
         elif isinstance(node, Elementwise):
             sources = [arg for arg in node.args if arg is not None]
             found = self._map(node, sources, activation=node.activation, steps=node.steps)
@@ -393,9 +404,13 @@ class _Builder:
 
     def _weight(self, name: str) -> SparseWeight:
         weight = self._graph.constants[name]
-        if not isinstance(weight, SparseWeight):
-            weight = self._graph.constants[name] = SparseWeight.of(weight, self._graph.scales.get(name))
-        return weight
+        if isinstance(weight, SparseWeight):
+            return weight
+        if name not in self._sparse:
+            self._sparse[name] = SparseWeight.of(weight, self._graph.scales.get(name))
+            if name not in self._read:
+                self._graph.constants[name] = self._sparse[name]
+        return self._sparse[name]
 
     def _bias(self, name: str, rows: int) -> Tensor:
         bias = self._graph.constants[name]
@@ -427,6 +442,39 @@ class _Builder:
         self._activations[name] = Activation("mask", batch, (heads, keys), 1, query.width)
         self._packed[name] = mask.name
         return [AttentionHeads([*names, name], node.output, *options, cast(int, heads))]
+
+    def _cached_attention(self, node: CachedAttention) -> list[Operator] | None:
+        names = [cast(Ref, arg).name for arg in node.args]
+        query, key, value = (self._activation(name) for name in names)
+        output = cast(Activation, self._activation(node.output))
+        if query is None or key is None or query != output or key != value or query.kind != "tokens":
+            return None
+        sizes = (key.kind, key.images, key.width)
+        width, layers = cast(int, output.channels), self._cached_layers()
+        if sizes != (query.kind, query.images, query.width) or layers is None or width % node.heads:
+            return None
+        if node.heads % node.shared or key.channels != width // node.shared:
+            return None
+        self._activations[STATE] = Activation("rows", 1, 2 * (len(cached_attention.STATE) + 2 * layers), 1, 1)
+        return [
+            CachedHeads([*names, STATE], node.output, node.heads // node.shared, node.shared, node.scale, node.layer)
+        ]
+
+    def _cached_layers(self) -> int | None:
+        """The number of layers with a cache; None unless they count from 0, and the graph leaves the state alone."""
+        layers = [node.layer for node in self._graph.nodes if isinstance(node, CachedAttention)]
+        names = {*self._nodes, *self._graph.inputs, *self._graph.constants}
+        return len(layers) if sorted(layers) == list(range(len(layers))) and STATE not in names else None
+
+    def _rotary(self, node: Rotary) -> list[Operator] | None:
+        names = [cast(Ref, arg).name for arg in node.args]
+        x, cos, sin = (self._activation(name) for name in names)
+        output = cast(Activation, self._activation(node.output))
+        if x != output or output.kind != "tokens" or cos is None or cos != sin:
+            return None
+        size, rest = divmod(cast(int, output.channels), node.heads)
+        expected = [Activation("tokens", images, size, 1, output.width) for images in (1, output.images)]
+        return [Rotate(names, node.output, node.heads)] if cos in expected and not rest and size % 2 == 0 else None
 
     def _integer_window(self, node: Convolution, held: Integers) -> Window | None:
         source = cast(Ref, node.args[0]).name

@@ -35,7 +35,8 @@ class Trial:
     def __init__(self, graph: Graph, sizes: Mapping[str, int]) -> None:
         self.sizes = sizes
         self.values: dict[str, Any] = dict(graph.constants)
-        for name in graph.inputs:
+        self.values |= graph.signature.fixed
+        for name in (name for name in graph.inputs if name in graph.shapes):
             shape = [size if isinstance(size, int) else sizes[size] for size in graph.shapes[name]]
             self.values[name] = torch.zeros(shape, dtype=graph.dtypes[name])
         for node in graph.nodes:
@@ -66,17 +67,23 @@ class Trial:
 
 def trials(graph: Graph) -> tuple[Trial, Trial] | None:
     """Two trials with different sizes; None for a graph that cannot be computed with small sizes."""
-    if any(name not in graph.shapes for name in graph.inputs):
+    if any(name not in graph.shapes and name not in graph.signature.fixed for name in graph.inputs):
         return None
-    names = list(dict.fromkeys(size for name in graph.inputs for size in graph.shapes[name] if isinstance(size, str)))
-    if len(names) > len(_SIZES[0]):
-        return None
-    try:
-        with torch.inference_mode():
-            first, second = (Trial(graph, dict(zip(names, sizes, strict=False))) for sizes in _SIZES)
-    except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, GossamerError, AssertionError):
-        return None
-    return first, second
+    axes: dict[str, int] = {}
+    for name in graph.inputs:
+        for axis, size in enumerate(graph.shapes.get(name, ())):
+            if isinstance(size, str):
+                axes.setdefault(size, axis)
+    # Models may require that sizes with several names are the same, such as the batch of ids and of their mask.
+    for numbers in (range(len(axes)), axes.values()):
+        try:
+            with torch.inference_mode():
+                chosen = [dict(zip(axes, (known[k] for k in numbers), strict=True)) for known in _SIZES]
+                first, second = (Trial(graph, sizes) for sizes in chosen)
+        except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, GossamerError, AssertionError):
+            continue
+        return first, second
+    return None
 
 
 def fill_shapes(graph: Graph, pair: tuple[Trial, Trial]) -> None:
