@@ -46,10 +46,13 @@ def test_ten_thousand_calls_do_not_grow_resident_memory(threads: int) -> None:
         for number in range(count):
             engine(inputs[number % 3])
 
+    def growth(count: int) -> int:
+        before = _resident()
+        call(count)
+        return _resident() - before
+
     call(500)
-    before = _resident()
-    call(10_000)
-    assert _resident() - before < 2 << 20
+    assert min(growth(5_000), growth(5_000)) < 1 << 20  # a helper thread may start in one of them, a leak is in both
     assert len(engine._arenas) == 1
 
 

@@ -68,9 +68,9 @@ def compile_model(
             engine.save(path)
     sizes = {str(path): path.stat().st_size for path in files}
     if as_json:
-        first = next(iter(sizes))
-        times = [_times(engine) for engine in engines.values()]
-        show_json({"model": model, "output": first, "bytes": sizes[first], "files": sizes, "times": times})
+        described = {str(path): {"bytes": sizes[str(path)], "times": _times(engine)} for path, engine in files.items()}
+        first = next(iter(described))
+        show_json({"model": model, "output": first, **described[first], "files": described})
         return
     for path, engine in files.items():
         if summary:

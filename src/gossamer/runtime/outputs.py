@@ -59,7 +59,7 @@ def load_structure(text: str) -> Any:
 def _known(entry: dict[str, Any]) -> dict[str, Any]:
     kind, context = entry["type"], entry["context"]
     if context is not None and (not isinstance(context, str) or "{" in context):
-        raise ValueError(f"a structure with a {kind} is not supported in engine files")
+        raise ValueError(f"there is a {kind} in it")
     if isinstance(kind, str) and kind.startswith("transformers."):
         module, _, name = kind.rpartition(".")
         found = None
