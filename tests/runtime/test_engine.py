@@ -58,6 +58,14 @@ def test_residuals_strides_and_concatenations_run_on_kernels(size: tuple[int, in
         check(model, engine, torch.randn(batch, 3, *size))
 
 
+def test_windows_on_images_of_one_pixel_keep_their_center_only() -> None:
+    model = pruned(nn.Sequential(nn.Conv2d(6, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 4, 5, padding=2)), 0.0)
+    engine = runtime.compile(model, torch.randn(2, 6, 2, 2), threads=1, tuned=False)
+    assert [layer.weight.shape for layer in engine._layers] == [(8, 6, 4), (4, 8, 1)]
+    check(model, engine, torch.randn(3, 6, 2, 2))
+    assert [(layer.name, layer.shape) for layer in engine.layers()[:2]] == [("0", (8, 6, 3, 3)), ("2", (4, 8, 5, 5))]
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_torchvision_models_at_90_percent_zeros_equal_torch(name: str) -> None:
     model = pruned(

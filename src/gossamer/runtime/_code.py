@@ -162,8 +162,9 @@ class Kernel(Function):
     The table holds 64-bit integers under the names in `fields`; all tables begin with those of `COMMON`.
     """
 
-    COMMON = ("slot", "items")
-    """The byte offset of two counters in the arena (items taken, items done), and the number of items."""
+    COMMON = ("slot", "items", "parts")
+    """The byte offset of counters in the arena (items done, then items taken of each part), the number of items, and of
+    the parts that threads begin with."""
 
     def __init__(self, module: ir.Module, fields: Sequence[str]) -> None:
         super().__init__(module, "run", [POINTER, POINTER, I64])
@@ -181,24 +182,30 @@ class Kernel(Function):
     def each_item(self) -> Generator[Value]:
         """Run the block for each item that this thread takes, then wait until all items are done.
 
-        Threads take several items at a time where there are many: taking costs as much as a small plane.
+        Each thread begins with a part of the items of its own, and takes from other parts when it is empty: what it
+        wrote for a part of the positions is in its cache when the next operator reads it. Threads take several items at
+        a time where there are many: taking costs as much as a small plane.
         """
-        build, items = self.build, self["items"]
+        build, items, parts = self.build, self["items"], self["parts"]
         several = self.call("llvm.smax.i64", I64, build.sdiv(items, integer(_TAKES)), integer(1))
-        taken = self.at(self.arena, self["slot"])
-        done = self.at(taken, 8)
-        take, work, wait = (self.function.append_basic_block(name) for name in ("take", "work", "wait"))
-        build.branch(take)
-        build.position_at_end(take)
-        first = build.atomic_rmw("add", taken, several, "monotonic")
-        build.cbranch(build.icmp_signed("<", first, items), work, wait)
-        build.position_at_end(work)
-        last = self.call("llvm.smin.i64", I64, build.add(first, several), items)
-        with self.loop(first, last) as item:
-            yield item
-        build.atomic_rmw("add", done, build.sub(last, first), "release")
-        build.branch(take)
-        build.position_at_end(wait)
+        done = self.at(self.arena, self["slot"])
+        own = build.srem(self.thread, parts)
+        with self.loop(integer(0), parts) as offset:
+            part = build.srem(build.add(own, offset), parts)
+            begin, end = (build.sdiv(build.mul(items, number), parts) for number in (part, build.add(part, integer(1))))
+            taken = self.at(done, self.mul(build.add(part, integer(1)), 8))
+            take, work, leave = (self.function.append_basic_block(name) for name in ("take", "work", "leave"))
+            build.branch(take)
+            build.position_at_end(take)
+            first = build.add(begin, build.atomic_rmw("add", taken, several, "monotonic"))
+            build.cbranch(build.icmp_signed("<", first, end), work, leave)
+            build.position_at_end(work)
+            last = self.call("llvm.smin.i64", I64, build.add(first, several), end)
+            with self.loop(first, last) as item:
+                yield item
+            build.atomic_rmw("add", done, build.sub(last, first), "release")
+            build.branch(take)
+            build.position_at_end(leave)
         self.wait_while(done, "<", items)
 
     def split(self, item: Value, *sizes: Value) -> list[Value]:

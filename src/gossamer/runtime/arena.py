@@ -15,7 +15,7 @@ import numpy as np
 from gossamer.runtime.graph import Ref
 from gossamer.runtime.operators import Operator, Place
 from gossamer.runtime.plan import NativeStep, Plan, size_of
-from gossamer.runtime.program import SLOT, Program
+from gossamer.runtime.program import PARTS, SLOT, Program
 
 _PAGE = 4096
 
@@ -93,7 +93,7 @@ def bind(plan: Plan, sizes: Mapping[str, int], threads: int) -> Binding:
         for step in steps:
             calls = [operator.call(own, used, header) for operator in _operators(plan, step)]
             for call in calls:
-                call.table[0] = slot
+                call.table[0], call.table[2] = slot, min(used, PARTS)
                 slot += SLOT
             program = Program([(call.address, call.table) for call in calls], [call.keep for call in calls])
             binding.programs[step] = (part, program)

@@ -158,6 +158,8 @@ class IntegerPlan:
         incoming, outgoing = (cast(Activation, self._activation(name)) for name in (source, node.output))
         if window is None or (weight.shape[0], weight.shape[1] * groups) != (outgoing.channels, incoming.channels):
             return None
+        if isinstance(node, Linear) and replace(incoming, channels=outgoing.channels) != outgoing:
+            return None
         residual: Any = None
         if isinstance(added, Ref):
             if self._activation(added.name) != outgoing:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import cast
 
 import torch
 
@@ -133,6 +134,9 @@ def reports(plan: Plan, times: Times | None) -> list[LayerReport]:
     layouts = plan.layouts(dict.fromkeys(_sizes(graph), 1) if times is None else times.sizes)
     single = {name for name, layout in layouts.items() if layout.lanes == 1}
     owners = {id(graph.constants[node.weight]): node for node in graph.nodes if isinstance(node, Convolution | Linear)}
+    # A weight without what only reads padding is one of its own.
+    cut = [op for row in rows.values() for op in row.native if isinstance(op, _LAYERS) and id(op.weight) not in owners]
+    owners |= {id(op.weight): cast(Convolution, nodes[op.output]) for op in cut}
     return [_report(row, graph, owners, single, times is not None) for row in rows.values()]
 
 

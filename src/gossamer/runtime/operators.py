@@ -95,6 +95,7 @@ class Operator(ABC):
 
 def table_call(address: int, fields: Sequence[str], values: Mapping[str, int], keep: object) -> Call:
     """The values in the order of the fields; what a kernel variant does not read is 0."""
+    values = {"parts": 1, **values}
     return Call(address, np.array([values.get(name, 0) for name in (*Kernel.COMMON, *fields)], np.int64), keep)
 
 

@@ -293,7 +293,10 @@ class _Builder:
     def _mean(self, node: Node) -> list[Operator] | None:
         source = cast(Ref, node.args[0]).name
         value = self._activation(source)
-        return None if value is None or value.kind != "image" else [MeanPool([source], node.output)]
+        if value is None or value.kind != "image":
+            return None
+        mean = replace(value, height=1, width=1)
+        return [MeanPool([source], node.output)] if self._activation(node.output) == mean else None
 
     def _norm(self, node: Node) -> list[Operator] | None:
         norm = norm_of(node, self._nodes)
@@ -312,7 +315,8 @@ class _Builder:
         value = cast(Activation, self._activation(node.output))
         if not centered and given.get("eps") is None:
             return None
-        if value.kind == "image" or tuple(given["shape"]) != (value.channels,):
+        fits = self._activation(given["input"].name) == value and tuple(given["shape"]) == (value.channels,)
+        if value.kind == "image" or not fits:
             return None
         constants, channels = self._tensors, cast(int, value.channels)
         weight, bias = given.get("weight"), given.get("bias")
@@ -320,6 +324,8 @@ class _Builder:
             return None
         scale = torch.ones(channels) if weight is None else constants[weight.name]
         shift = torch.zeros(channels) if bias is None else constants[bias.name]
+        if any(factor.shape != (channels,) or factor.dtype != torch.float32 for factor in (scale, shift)):
+            return None
         return [LayerNorm([given["input"].name], node.output, scale, shift, given.get("eps", 1e-5), centered)]
 
     def _concatenation(self, node: Node) -> list[Operator] | None:
@@ -327,7 +333,8 @@ class _Builder:
         dim = node.args[1] if node.args[1:] else 0
         value = cast(Activation, self._activation(node.output))
         parts = [self._activation(part.name) for part in sources]
-        same = all(p is not None and (p.height, p.width) == (value.height, value.width) for p in parts)
+        same = all(p is not None and replace(p, channels=value.channels) == value for p in parts)
+        same = same and sum(cast(int, part.channels) for part in parts if part is not None) == value.channels
         if value.kind != "image" or dim != 1 or len(sources) != len(node.args[0]) or not same:
             return None
         if all(part.name in self._nonnegative for part in sources):
@@ -347,6 +354,13 @@ class _Builder:
         size, held = pair(given["size"]), self._integers.held(source)
         stride = pair(given.get("stride") or size)
         padding, dilation = pair(given.get("padding", 0)), pair(given.get("dilation", 1))
+        incoming, outgoing = (cast(Activation, self._activation(name)) for name in (source, node.output))
+        up = int(bool(given.get("ceil_mode", False)))
+        sizes = (size, stride, padding, dilation)
+        if replace(outgoing, height=incoming.height, width=incoming.width) != incoming or not any(
+            _sizes_behind(incoming, *sizes, more) == [outgoing.height, outgoing.width] for more in range(up + 1)
+        ):
+            return None
         window = self._window(source, node.output, size, stride, padding, dilation, held)
         if window is None:
             return None
@@ -365,8 +379,10 @@ class _Builder:
         weight = self._weight(node.weight)
         rows = cast(int, outgoing.channels)
         shape = (rows, cast(int, incoming.channels) // node.groups, node.size[0] * node.size[1])
-        if weight.shape != shape or rows % node.groups or not _has_size(node, incoming, outgoing):
+        fits = incoming.images == outgoing.images and _has_size(node, incoming, outgoing)
+        if weight.shape != shape or rows % node.groups or not fits:
             return None
+        node, weight = _without_margins(node, weight, incoming, outgoing)
         window = self._window(source, node.output, node.size, node.stride, node.padding, node.dilation)
         if window is None:
             return None
@@ -391,7 +407,8 @@ class _Builder:
         if incoming is None or incoming.kind == "image" or not self._can_add(added, outgoing):
             return None
         weight = self._weight(node.weight)
-        if weight.shape != (outgoing.channels, incoming.channels, 1):
+        fits = weight.shape == (outgoing.channels, incoming.channels, 1)
+        if not fits or replace(incoming, channels=outgoing.channels) != outgoing:
             return None
         names = [source, *([added.name] if isinstance(added, Ref) else [])]
         bias = self._bias(node.bias, weight.shape[0])
@@ -479,7 +496,7 @@ class _Builder:
     def _integer_window(self, node: Convolution, held: Integers) -> Window | None:
         source = cast(Ref, node.args[0]).name
         incoming, outgoing = self._activation(source), cast(Activation, self._activation(node.output))
-        if incoming is None or not _has_size(node, incoming, outgoing):
+        if incoming is None or incoming.images != outgoing.images or not _has_size(node, incoming, outgoing):
             return None
         return self._window(source, node.output, node.size, node.stride, node.padding, node.dilation, held)
 
@@ -530,12 +547,52 @@ class _Builder:
 
 def _has_size(node: Convolution, incoming: Activation, outgoing: Activation) -> bool:
     """Whether the output of a convolution has the size that follows from its input."""
-    sizes = zip((incoming.height, incoming.width), node.size, node.stride, node.padding, node.dilation, strict=True)
-    expected = [
-        (cast(int, size) + 2 * padding - dilation * (window - 1) - 1) // stride + 1
-        for size, window, stride, padding, dilation in sizes
-    ]
+    expected = _sizes_behind(incoming, node.size, node.stride, node.padding, node.dilation)
     return expected == [outgoing.height, outgoing.width]
+
+
+def _sizes_behind(
+    incoming: Activation,
+    size: tuple[int, int],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+    more: int = 0,
+) -> list[int]:
+    """Height and width behind a window; one `more` where a last step that is not complete counts."""
+    sizes = zip((incoming.height, incoming.width), size, stride, padding, dilation, strict=True)
+    found: list[int] = []
+    for pixels, window, step, around, apart in sizes:
+        room = cast(int, pixels) + 2 * around - apart * (window - 1) - 1
+        last = -(-room // step)
+        begins_inside = last * step < cast(int, pixels) + around  # as torch: no window begins behind the image
+        found.append((last if more and begins_inside else room // step) + 1)
+    return found
+
+
+def _without_margins(
+    node: Convolution, weight: SparseWeight, incoming: Activation, outgoing: Activation
+) -> tuple[Convolution, SparseWeight]:
+    """The same convolution without the first and last rows and columns of its window that only read padding.
+
+    Images of a few pixels have such: a 3x3 window with padding reads nothing but its center in an image of one pixel.
+    """
+    parts: list[slice] = []
+    for k, (source, target) in enumerate(((incoming.height, outgoing.height), (incoming.width, outgoing.width))):
+        starts = range(-node.padding[k], node.stride[k] * cast(int, target) - node.padding[k], node.stride[k])
+        steps = [step * node.dilation[k] for step in range(node.size[k])]
+        used = [
+            step for step, ahead in enumerate(steps) if any(0 <= start + ahead < cast(int, source) for start in starts)
+        ]
+        parts.append(slice(used[0], used[-1] + 1) if used else slice(0, 1))
+    size = (parts[0].stop - parts[0].start, parts[1].stop - parts[1].start)
+    if size == node.size:
+        return node, weight
+    moved = [
+        padding - part.start * ahead for padding, part, ahead in zip(node.padding, parts, node.dilation, strict=True)
+    ]
+    dense = weight.dense().reshape(*weight.shape[:2], *node.size)[:, :, parts[0], parts[1]]
+    return replace(node, size=size, padding=(moved[0], moved[1])), SparseWeight.of(dense, half=weight.half)
 
 
 def _is_global_mean(node: Node) -> bool:

@@ -22,6 +22,8 @@ from gossamer.runtime._compiler import kernel_address
 
 SLOT = 64
 """Bytes of an operator's counters at the start of the arena: a cache line each."""
+PARTS = SLOT // 8 - 1
+"""The most parts of an operator's items, each with a counter."""
 CLOSED = 1 << 32
 
 
