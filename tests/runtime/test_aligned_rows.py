@@ -40,6 +40,10 @@ def _sizes(plan: Plan) -> set[str]:
         (nn.Conv2d(5, 6, 3, 2, 1), (28, 28), [-1, 0]),
         (nn.Conv2d(5, 6, 5, 2, 2), (27, 55), [-1, 0, 1]),
         (nn.Conv2d(5, 6, 7, 3, 3), (40, 42), [-1, 0, 1]),
+        (nn.Conv2d(5, 6, 3, padding=1), (7, 7), [-1, 0, 1]),
+        (nn.Conv2d(5, 6, 3, padding=1), (8, 6), [-1, 0, 1]),
+        (nn.Conv2d(5, 6, (5, 3), padding=(2, 1)), (7, 7), [-1, 0, 1]),
+        (nn.Conv2d(5, 6, 3, 2, 1), (13, 14), [-1, 0]),
         (nn.Conv2d(5, 6, (3, 1), padding=(1, 0)), (14, 16), [0]),
         (nn.Conv2d(5, 6, 3, padding=1), (14, 17), [0]),
     ],
@@ -54,6 +58,10 @@ def _sizes(plan: Plan) -> set[str]:
         "stride",
         "wide-stride",
         "thirds",
+        "two-rows-per-vector",
+        "even-rows",
+        "high",
+        "two-rows-stride",
         "column",
         "waste",
     ],
@@ -89,3 +97,42 @@ def test_weights_in_the_order_of_columns_are_saved_as_they_were() -> None:
     before = layer_of(plan).weight.values.copy()
     runtime.Engine(plan, threads=1)(x)
     assert (layer_of(plan).weight.values == before).all()
+
+
+def with_stale_memory(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The result of an engine whose memory holds NaN before the call."""
+    engine = runtime.compile(model, x, threads=1, tuned=False)
+    engine(x)
+    for arena in engine._arenas:
+        arena[:] = 255
+    return engine(x)
+
+
+@pytest.mark.parametrize("size", [(19, 23), (20, 24), (31, 33), (9, 40), (11, 9)], ids=str)
+@pytest.mark.parametrize("kernel", [3, 5, 7])
+@pytest.mark.parametrize("stride", [2, 3])
+def test_phases_that_have_more_columns_than_windows_read_are_right(
+    stride: int, kernel: int, size: tuple[int, int]
+) -> None:
+    model = pruned(nn.Conv2d(3, 8, kernel, stride, kernel // 2 - 1), 0.5).eval()
+    x = torch.randn(2, 3, *size)
+    torch.testing.assert_close(with_stale_memory(model, x), model(x).detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [(8, 8), (9, 7), (13, 33), (16, 40), (112, 112)], ids=str)
+@pytest.mark.parametrize(
+    "pool",
+    [nn.MaxPool2d(3, 2, 1), nn.MaxPool2d(2), nn.MaxPool2d(3, 2, ceil_mode=True), nn.MaxPool2d((5, 2), 2, (2, 1))],
+    ids=["3", "2", "ceil", "uneven"],
+)
+def test_maxima_at_a_stride_of_2_equal_torch(pool: nn.Module, size: tuple[int, int]) -> None:
+    model = pruned(nn.Sequential(nn.Conv2d(2, 5, 3, padding=1), nn.ReLU(), pool, nn.Conv2d(5, 3, 3)), 0.5).eval()
+    x = torch.randn(2, 2, *size)
+    torch.testing.assert_close(with_stale_memory(model, x), model(x).detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_maxima_at_a_stride_of_2_keep_nan() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 1, 1, bias=False), nn.ReLU(), nn.MaxPool2d(3, 2, 1)).eval()
+    x = torch.randn(1, 1, 12, 12)
+    x[0, 0, 5, 6] = torch.nan
+    torch.testing.assert_close(with_stale_memory(model, x), model(x).detach(), equal_nan=True)

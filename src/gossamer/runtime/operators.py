@@ -124,15 +124,19 @@ class Tap:
     right: int
 
 
-def taps(size: int, stride: int, padding: int, dilation: int) -> list[tuple[int, int]]:
-    """By position of the window in one dimension: its phase and its distance there.
+def taps(size: int, stride: int, padding: int, dilation: int, multiple: int = 1) -> list[tuple[int, int]]:
+    """By position of the window in one dimension: its phase and its distance there, which is a multiple of `multiple`.
 
-    Output y reads input `stride·y + i·dilation − padding`, which is position `y + distance` of phase `phase`.
+    Output y reads input `stride·y + i·dilation − padding`, which is position `y + distance` of phase `phase`: the phase
+    has every `stride`-th input from the `phase`-th on.
 
     >>> taps(3, 2, 1, 1)
     [(1, -1), (0, 0), (1, 0)]
+    >>> taps(3, 1, 1, 1, multiple=2)
+    [(1, -2), (0, 0), (1, 0)]
     """
-    return [((i * dilation - padding) % stride, (i * dilation - padding) // stride) for i in range(size)]
+    inputs, step = [i * dilation - padding for i in range(size)], stride * multiple
+    return [(at % step, at // step * multiple) for at in inputs]
 
 
 def window_margins(window: Sequence[Tap], grown: tuple[int, int] = (0, 0)) -> Margins:
@@ -144,6 +148,13 @@ def window_margins(window: Sequence[Tap], grown: tuple[int, int] = (0, 0)) -> Ma
 
 _SPARSE = 0.6
 """The share of zeros from which rows hardly ever share loads."""
+
+
+def shares_loads(weight: SparseWeight) -> bool:
+    """Whether so many weights are not zero that the rows of a layer share the loads of its inputs."""
+    return weight.zeros <= _SPARSE
+
+
 _SEGMENTS = 8
 """Parts of a layer's rows that threads take; each is sorted by length."""
 
@@ -210,7 +221,8 @@ class SparseLayer(Operator):
             len(found) > 1
             and source.lanes == target.lanes > 1
             and source.pitch == target.pitch
-            and target.pitch % LANES == 0
+            and (target.pitch % LANES == 0 or LANES % target.pitch == 0)
+            and all(tap.down * target.pitch % LANES == 0 for tap in self.window)
             and target.pitch <= LANES * self.vectors
             and found[-1] <= target.pitch - target.width
             and -found[0] <= source.pitch - source.width
@@ -224,14 +236,14 @@ class SparseLayer(Operator):
         Measured at 90 % zeros: with aligned loads, a 3x3 window takes 0.64 to 0.76 of the time per vector. Layers whose
         rows share loads do not wait for them, and need a third of the time for a product.
         """
-        if self.weight.zeros <= _SPARSE:
+        if shares_loads(self.weight):
             return self.weight.count * (1 - growth) / 3
         aligned = len({tap.right for tap in self.window}) > 1
         return self.weight.count * (1 - growth * (0.7 if aligned else 1))
 
     def tile(self, source: Layout, target: Layout) -> tuple[int, int, int]:
         """The number of tiles, the width of the wider ones, and by how much they are wider; as even as possible."""
-        step = target.pitch // LANES if len(self.columns(source, target)) > 1 else 1
+        step = max(1, target.pitch // LANES) if len(self.columns(source, target)) > 1 else 1
         units, most = -(-target.vectors // step), max(1, self.vectors // step)
         tiles = -(-units // most)
         return tiles, step * -(-units // tiles), step
@@ -378,6 +390,17 @@ class SplitPhases(Operator):
     """Of the result."""
     fill: int = 0
     """The element outside of the input."""
+    rows_per_vector: int = 1
+    """How many rows of the result a vector should hold, if it is more than one."""
+
+    def between_rows(self, source_width: int, width: int) -> int:
+        """Columns between two rows of the result: the right margin of one and the left margin of the next.
+
+        They share columns that hold `fill`; in its right margin a phase may have more of the input.
+        """
+        longest = max(-(-(source_width - right) // self.stride) for _, right in self.phases)
+        used = min(self.margin.right, max(0, longest - width))
+        return max(self.margin.right, self.margin.left + used)
 
     def same_pitch(self) -> list[str]:
         return [self.output]
@@ -488,6 +511,41 @@ class MaximumPool(Operator):
             "items": target.images * target.layout.channels,
         }
         return table_call(kernel_address(planes.maximum_planes, self.packed), planes.MAXIMUM_FIELDS, values, arrays)
+
+
+@dataclass
+class StridedMaximumPool(Operator):
+    """The maximum over a window at a stride of 2, of an input without negative values."""
+
+    size: tuple[int, int] = (2, 2)
+    padding: tuple[int, int] = (0, 0)
+    margin: Margins = field(default_factory=Margins)
+    """Around the input."""
+
+    def margins(self) -> dict[str, Margins]:
+        return {self.inputs[0]: self.margin}
+
+    def same_pitch(self) -> list[str]:
+        return [self.output]
+
+    def call(self, places: Places, threads: int, scratch: int) -> Call:
+        source, target = places[self.inputs[0]], places[self.output]
+        layout = target.layout
+        values = {
+            **source.fields("x"),
+            **target.fields("y"),
+            "x_pitch": source.layout.pitch,
+            "y_pitch": layout.pitch,
+            "channels": layout.channels,
+            "height": layout.height,
+            "width": layout.width,
+            "vectors": layout.vectors,
+            "head": layout.head,
+            "tail": layout.tail,
+            "items": target.images * layout.channels,
+        }
+        address = kernel_address(planes.strided_maximum, self.size, self.padding)
+        return table_call(address, planes.STRIDED_MAXIMUM_FIELDS, values, None)
 
 
 @dataclass

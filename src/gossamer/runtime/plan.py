@@ -42,7 +42,9 @@ from gossamer.runtime.operators import (
     Operator,
     SparseLayer,
     SplitPhases,
+    StridedMaximumPool,
     Tap,
+    shares_loads,
     taps,
     window_margins,
 )
@@ -90,12 +92,18 @@ class Plan:
             for name in [*operator.inputs, operator.output]:
                 pitches.join([name])
             pitches.join(operator.same_pitch())
-        split = {operator.output for operator in self.operators if isinstance(operator, SplitPhases)}
+        split = {operator.output: operator for operator in self.operators if isinstance(operator, SplitPhases)}
+        spilling = {operator.output for operator in self.operators if isinstance(operator, StridedMaximumPool)} | {
+            *split
+        }
         needed: dict[str, int] = defaultdict(int)
         for name in pitches.names():
-            own, root = margins[name], pitches.root(name)
-            margin = own.left + own.right if name in split else max(own.left, own.right)
-            needed[root] = max(needed[root], size_of(self.activations[name].width, sizes) + margin)
+            own, root, width = margins[name], pitches.root(name), size_of(self.activations[name].width, sizes)
+            margin = max(own.left, own.right)  # the right margin of one row is the left margin of the next
+            if name in split:
+                source = self.activations[split[name].inputs[0]]
+                margin = split[name].between_rows(size_of(source.width, sizes), width)
+            needed[root] = max(needed[root], width + margin)
         # Lanes of attention and of integers are tokens, even if there is one only.
         wide = AttentionHeads | IntegerLayer | MapIntegers
         single = ("rows",) if any(isinstance(operator, wide) for operator in self.operators) else ("rows", "tokens")
@@ -104,6 +112,10 @@ class Plan:
             root = pitches.root(layer.output)
             work[root] += layer.gain_of_aligned_rows(_aligned(needed[root]) / needed[root])
         needed |= {root: _aligned(needed[root]) for root, gain in work.items() if gain > 0}
+        for operator in split.values():
+            if operator.rows_per_vector > 1:
+                root = pitches.root(operator.output)
+                needed[root] = max(needed[root], LANES // operator.rows_per_vector)
         found: dict[str, Layout] = {}
         for name in pitches.names():
             value = self.activations[name]
@@ -111,7 +123,7 @@ class Plan:
             if value.kind in single and width == 1:
                 found[name] = Layout.single(channels)
                 continue
-            slack = LANES if name in split else 0
+            slack = LANES if name in spilling else 0
             found[name] = Layout.of(channels, height, width, needed[pitches.root(name)], margins[name], slack)
         return found
 
@@ -361,6 +373,15 @@ class _Builder:
             _sizes_behind(incoming, *sizes, more) == [outgoing.height, outgoing.width] for more in range(up + 1)
         ):
             return None
+        if held is None and stride == (2, 2) and dilation == (1, 1):
+            self._nonnegative.add(node.output)
+            # What the last outputs read lies up to stride·(outputs - 1) + size - padding - inputs behind the input.
+            behind = (
+                2 * (cast(int, outgoing.height) - 1) + size[0] - padding[0] - cast(int, incoming.height),
+                2 * (cast(int, outgoing.width) - 1) + size[1] - padding[1] - cast(int, incoming.width),
+            )
+            margin = Margins(padding[0], max(0, behind[0]), padding[1], max(0, behind[1]))
+            return [StridedMaximumPool([source], node.output, size, padding, margin)]
         window = self._window(source, node.output, size, stride, padding, dilation, held)
         if window is None:
             return None
@@ -383,7 +404,8 @@ class _Builder:
         if weight.shape != shape or rows % node.groups or not fits:
             return None
         node, weight = _without_margins(node, weight, incoming, outgoing)
-        window = self._window(source, node.output, node.size, node.stride, node.padding, node.dilation)
+        shape = (node.size, node.stride, node.padding, node.dilation)
+        window = self._window(source, node.output, *shape, multiple=_rows_per_vector(node, weight, outgoing))
         if window is None:
             return None
         before, name, positions, margin = window
@@ -509,15 +531,19 @@ class _Builder:
         padding: tuple[int, int],
         dilation: tuple[int, int],
         held: Integers | None = None,
+        multiple: int = 1,
     ) -> Window | None:
-        """What to run before, the activation to read, the window's positions in it, and the margins that it needs."""
+        """What to run before, the activation to read, the window's positions in it, and the margins that it needs.
+
+        The positions are a `multiple` of rows apart: those between are in phases of their own.
+        """
         incoming, outgoing = self._activation(source), cast(Activation, self._activation(output))
         if incoming is None or stride[0] != stride[1]:
             return None
         step, name = stride[0], source if held is None else held.name
-        rows = taps(size[0], step, padding[0], dilation[0])
+        rows = taps(size[0], step, padding[0], dilation[0], multiple)
         columns = taps(size[1], step, padding[1], dilation[1])
-        if step == 1:
+        if step == multiple == 1:
             window = [Tap(0, row[1], column[1]) for row in rows for column in columns]
             sizes = [cast(int, size) for value in (outgoing, incoming) for size in (value.height, value.width)]
             grown = (sizes[0] - sizes[2], sizes[1] - sizes[3])
@@ -529,6 +555,7 @@ class _Builder:
             split.fill = 0 if held is None else held.fill
             self._splits[key] = split
             before.append(split)
+        split.rows_per_vector = max(split.rows_per_vector, multiple)
         for phase in ((row[0], column[0]) for row in rows for column in columns):
             if phase not in split.phases:
                 split.phases.append(phase)
@@ -543,6 +570,18 @@ class _Builder:
             "image", incoming.images, channels, outgoing.height, outgoing.width
         )
         return before, split.output, window, margin
+
+
+def _rows_per_vector(node: Convolution, weight: SparseWeight, outgoing: Activation) -> int:
+    """How many rows of the result a vector holds, if that lets a window read aligned vectors; 1 otherwise.
+
+    Then only every second row, say, begins at a cache line, and windows read the others in a copy that begins one row
+    further down.
+    """
+    margin = max(node.padding[1], (node.size[1] - 1) * node.dilation[1] - node.padding[1])
+    pitch, half = cast(int, outgoing.width) + margin, LANES // 2
+    short = half - 1 <= pitch <= half and min(node.size) > 1 and node.groups == 1
+    return 2 if short and not shares_loads(weight) else 1
 
 
 def _has_size(node: Convolution, incoming: Activation, outgoing: Activation) -> bool:

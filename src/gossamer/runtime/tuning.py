@@ -17,7 +17,7 @@ from gossamer.runtime.vectors import FORMS
 
 _WIDTHS = (2, 3, 4, 5, 6, 8, 12, 14, 16, 20)
 """Widths of tiles to try, in vectors."""
-_CHUNKS = (16, 32, 64, 128, 512)
+_CHUNKS = (16, 32, 64, 128, 256, 512)
 """Input channels per chunk to try."""
 _REGISTERS = 24
 """Accumulators that a tile may have."""

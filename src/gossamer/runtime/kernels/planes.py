@@ -14,6 +14,7 @@ _VECTOR = ir.VectorType(F32, LANES)
 _INDICES = ir.VectorType(I32, LANES)
 _STEP = 4 * LANES
 _ZERO = ir.Constant(_VECTOR, None)
+_EVEN, _ODD = (ir.Constant(_INDICES, list(range(first, 2 * LANES, 2))) for first in (0, 1))
 
 
 def _plane(kernel: Kernel, name: str, image: Value, channel: Value) -> Value:
@@ -42,6 +43,11 @@ def split_phases(stride: int) -> ir.Module:
     build = kernel.build
     lane = ir.Constant(_INDICES, list(range(LANES)))
     fill = build.bitcast(kernel.splat(build.trunc(kernel["fill"], I32), LANES), _VECTOR)
+    none, stop = build.neg(kernel["above"]), kernel["rows"]
+
+    def within(row: Value) -> Value:
+        return kernel.call("llvm.smin.i64", I64, kernel.call("llvm.smax.i64", I64, row, none), stop)
+
     with kernel.each_item() as item:
         channel, image = kernel.split(item, kernel["channels"])
         x, y = (_plane(kernel, name, image, channel) for name in "xy")
@@ -49,31 +55,50 @@ def split_phases(stride: int) -> ir.Module:
             entry = kernel.at(kernel.pointer("phase_table"), kernel.mul(phase, 16))
             down, right = kernel.field(entry, 0), kernel.field(entry, 1)
             plane = kernel.at(y, build.mul(phase, kernel["phase_bytes"]))
-            with kernel.loop(build.neg(kernel["above"]), kernel["rows"]) as row:
-                source_row = build.add(kernel.mul(row, stride), down)
-                inside = build.icmp_unsigned("<", source_row, kernel["height"])
-                source_row = build.select(inside, source_row, integer(0))
-                source = kernel.at(x, kernel.mul(build.mul(source_row, kernel["x_pitch"]), 4))
-                width = build.trunc(build.select(inside, kernel["width"], integer(0)), I32)
-                target = kernel.at(plane, kernel.mul(build.mul(row, kernel["y_pitch"]), 4))
-                with kernel.loop(build.neg(kernel["left"]), kernel["columns"], LANES) as column:
-                    start = build.add(kernel.mul(column, stride), right)
-                    lanes = build.mul(lane, ir.Constant(_INDICES, [stride] * LANES))
-                    indices = build.add(kernel.splat(build.trunc(start, I32), LANES), lanes)
-                    mask = build.icmp_unsigned("<", indices, kernel.splat(width, LANES))
+            # The rows inside of the input: stride·row + down is from 0 to height - 1.
+            begin = within(_rounded_up(kernel, build.neg(down), stride))
+            end = within(_rounded_up(kernel, build.sub(kernel["height"], down), stride))
+            width = kernel.splat(build.trunc(kernel["width"], I32), LANES)
+            blocks = build.sdiv(kernel.add(kernel["left"], kernel["columns"], integer(LANES - 1)), integer(LANES))
+            # The last columns first: a vector that reaches into the next row is overwritten by its first columns.
+            with kernel.loop(integer(0), blocks) as block:
+                column = build.sub(kernel.mul(build.sub(build.sub(blocks, block), integer(1)), LANES), kernel["left"])
+                start = build.add(kernel.mul(column, stride), right)
+                lanes = build.mul(lane, ir.Constant(_INDICES, [stride] * LANES))
+                indices = build.add(kernel.splat(build.trunc(start, I32), LANES), lanes)
+                mask = build.icmp_unsigned("<", indices, width)
+
+                def target(row: Value, column: Value = column, plane: Value = plane) -> Value:
+                    return kernel.at(plane, kernel.mul(build.add(build.mul(row, kernel["y_pitch"]), column), 4))
+
+                for first, last in ((none, begin), (end, stop)):
+                    with kernel.loop(first, last) as row:
+                        kernel.store(fill, target(row))
+                with kernel.loop(begin, end) as row:
+                    source_row = build.add(kernel.mul(row, stride), down)
+                    source = kernel.at(x, kernel.mul(build.mul(source_row, kernel["x_pitch"]), 4))
                     value = _every(kernel, kernel.at(source, kernel.mul(start, 4)), stride, indices, mask, source)
-                    kernel.store(build.select(mask, value, fill), target, kernel.mul(column, 4))
+                    kernel.store(build.select(mask, value, fill), target(row))
     kernel.close()
     return module
 
 
+def _rounded_up(kernel: Kernel, rows: Value, stride: int) -> Value:
+    """rows / stride, rounded up; rows may be negative."""
+    most = 1 << 32
+    return kernel.add(
+        kernel.build.sdiv(kernel.add(rows, integer(most * stride + stride - 1)), integer(stride)), integer(-most)
+    )
+
+
 def _every(kernel: Kernel, pointer: Value, stride: int, indices: Value, mask: Value, source: Value) -> Value:
-    """Every `stride`-th element; positions that the mask leaves out are not read for strides other than 2."""
+    """Every `stride`-th element; positions that the mask leaves out are not read for strides above 2."""
     build = kernel.build
+    if stride == 1:
+        return kernel.load(pointer, _VECTOR)
     if stride == 2:
         low, high = kernel.load(pointer, _VECTOR), kernel.load(pointer, _VECTOR, _STEP)
-        even = ir.Constant(_INDICES, list(range(0, 2 * LANES, 2)))
-        return build.shuffle_vector(low, high, even)
+        return build.shuffle_vector(low, high, _EVEN)
     value = _ZERO
     for k in range(LANES):
         inside = build.extract_element(mask, ir.Constant(I32, k))
@@ -205,3 +230,59 @@ def maximum_planes(packed: bool) -> ir.Module:
         clear_margins(kernel, kernel.at(y, kernel.mul(vectors, _STEP)), integer(0), kernel["tail"], 0, LANES, fill)
     kernel.close()
     return module
+
+
+STRIDED_MAXIMUM_FIELDS = (
+    *("x", "x_image", "x_plane", "x_pitch", "y", "y_image", "y_plane", "y_pitch"),
+    *("channels", "height", "width", "vectors", "head", "tail"),
+)
+
+
+def strided_maximum(size: tuple[int, int], padding: tuple[int, int]) -> ir.Module:
+    """The maximum over windows at a stride of 2, for inputs without negative values: the margins hold zeros.
+
+    Position (y, x) is the maximum of the inputs (2·y + i - padding, 2·x + j - padding).
+    """
+    kernel = Kernel(ir.Module("strided_maximum"), STRIDED_MAXIMUM_FIELDS)
+    build = kernel.build
+    lane = ir.Constant(_INDICES, list(range(LANES)))
+    # Columns in pairs, of which the first is even in the input: both come from the same two vectors.
+    columns = [j - padding[1] for j in range(size[1])]
+    pairs = {j - j % 2: [k for k in columns if k - k % 2 == j - j % 2] for j in columns}
+    positive = ir.Constant(_INDICES, [0x7FFFFFFF] * LANES)
+
+    def most(values: list[Value]) -> Value:
+        """As integers positive floats are in the same order, and NaN is above all."""
+        best = values[0]
+        for value in values[1:]:
+            best = kernel.call(f"llvm.smax.v{LANES}i32", _INDICES, best, value)
+        return best
+
+    with kernel.each_item() as item:
+        channel, image = kernel.split(item, kernel["channels"])
+        x, y = (_plane(kernel, name, image, channel) for name in "xy")
+        x_pitch, y_pitch = (kernel.mul(kernel[name], 4) for name in ("x_pitch", "y_pitch"))
+        clear_margins(kernel, y, kernel["head"], integer(0), 0, LANES)
+        last = kernel.at(y, kernel.mul(kernel["vectors"], _STEP))
+        clear_margins(kernel, last, integer(1), kernel["tail"], 0, LANES)
+        blocks = build.sdiv(kernel.add(kernel["y_pitch"], integer(LANES - 1)), integer(LANES))
+        # The last columns first: a vector that reaches into the next row is overwritten by its first columns.
+        with kernel.loop(integer(0), blocks) as block:
+            column = kernel.mul(build.sub(build.sub(blocks, block), integer(1)), LANES)
+            left = build.sub(kernel["width"], column)
+            mask = build.icmp_signed("<", lane, kernel.splat(build.trunc(left, I32), LANES))
+            source, target = kernel.at(x, kernel.mul(column, 8)), kernel.at(y, kernel.mul(column, 4))
+            with kernel.loop(integer(0), kernel["height"]) as row:
+                top = kernel.at(source, kernel.mul(build.mul(row, x_pitch), 2))
+                rows = [kernel.at(top, kernel.mul(x_pitch, i - padding[0])) for i in range(size[0])]
+                found: list[Value] = []
+                for first, used in pairs.items():
+                    low, high = (
+                        most([build.and_(kernel.load(one, _INDICES, 4 * first + at), positive) for one in rows])
+                        for at in (0, _STEP)
+                    )
+                    found += [build.shuffle_vector(low, high, _ODD if k % 2 else _EVEN) for k in used]
+                value = build.select(mask, most(found), ir.Constant(_INDICES, None))
+                kernel.store(value, kernel.at(target, build.mul(row, y_pitch)))
+    kernel.close()
+    return kernel.module
