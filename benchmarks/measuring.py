@@ -80,6 +80,40 @@ def ratio_quartiles(ours: Sequence[float], peer: Sequence[float], turns: int = 1
     return low, high
 
 
+@dataclass(frozen=True)
+class Bursts:
+    """Seconds by contender, round by round, of calls that follow each other."""
+
+    settled: dict[str, list[float]]
+    """The median of the calls of a round but the first: a contender's own weights are in the caches, as far as they
+    fit, and its threads are awake. So it is in a program that runs one network."""
+    first: dict[str, list[float]]
+    """The first call, after other contenders have used the caches."""
+
+
+def bursts_of(
+    contenders: Mapping[str, Callable[[], object]], watch: Watch, what: str, rounds: int, calls: int = 4
+) -> Bursts:
+    """Every round lets each contender make several calls, in a new random order of contenders; one round warms up."""
+    order, bursts = random.Random(0), Bursts({name: [] for name in contenders}, {name: [] for name in contenders})
+    for number in watch(what, 1 + rounds):
+        for name in order.sample(list(contenders), len(contenders)):
+            gc.collect()
+            gc.disable()
+            seconds = list[float]()
+            try:
+                for _ in range(calls):
+                    began = time.perf_counter()
+                    contenders[name]()
+                    seconds.append(time.perf_counter() - began)
+            finally:
+                gc.enable()
+            if number:
+                bursts.first[name].append(seconds[0])
+                bursts.settled[name].append(statistics.median(seconds[1:]))
+    return bursts
+
+
 def rounds_of(
     contenders: Mapping[str, Callable[[], object]],
     watch: Watch,

@@ -34,6 +34,11 @@ class Variable:
     def set(self, value: Value) -> None:
         self._builder.store(value, self._slot)
 
+    @property
+    def address(self) -> Value:
+        """Where it is, for as long as the function runs."""
+        return self._slot
+
 
 class Function:
     """One function of a module under construction; all arguments are pointers or 64-bit integers."""

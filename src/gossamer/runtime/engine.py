@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
@@ -51,6 +53,8 @@ logger = logging.getLogger("gossamer")
 if TYPE_CHECKING:
     from gossamer.runtime.module import EngineModule
 
+_BINDINGS = 64
+"""Sizes that an engine remembers; others are laid out again."""
 _tracing = threading.Lock()
 """torch.export works in one thread at a time."""
 
@@ -127,7 +131,8 @@ class Engine:
             raise GossamerError(f"threads: expected a number of at least 1, found {threads!r}")
         self.threads = threads
         self._plan, self._times = plan, times
-        self._bindings: dict[tuple[object, ...], Binding] = {}
+        self._bindings: OrderedDict[tuple[object, ...], Binding] = OrderedDict()
+        """The last used ones, by sizes and threads."""
         self._arenas: list[np.ndarray] = []
         self._lock = threading.Lock()
 
@@ -270,6 +275,9 @@ class Engine:
                 binding = self._bindings[key] = bind(self._plan, sizes, self.threads)
                 for op in self._layers:
                     op.release()
+            self._bindings.move_to_end(key)
+            if len(self._bindings) > _BINDINGS:
+                self._bindings.popitem(last=False)
             return binding
 
     def _take(self, size: int) -> np.ndarray:
@@ -315,7 +323,10 @@ def _sizes(graph: Graph, leaves: Sequence[Any]) -> dict[str, int]:
 
 
 class _Call:
-    """One call of an engine: values by name, and the arena."""
+    """One call of an engine: values by name, and the arena.
+
+    Values are copied by numpy, on this thread: torch would wake its own.
+    """
 
     def __init__(self, plan: Plan, binding: Binding, arena: np.ndarray, values: dict[str, Any]) -> None:
         self._plan, self._binding, self._arena, self._values = plan, binding, arena, values
@@ -323,10 +334,14 @@ class _Call:
         self._copied: set[str] = set()
 
     def run(self, threads: int, after_step: Callable[[], object]) -> list[Any]:
+        known, of_sizes = self._binding.known, self._plan.of_sizes
         self._binding.clear(self._arena)
         for k, step in enumerate(self._plan.steps):
             if isinstance(step, TorchStep):
-                self._values[step.node.output] = self._compute(step.node)
+                name = step.node.output
+                self._values[name] = known[name] if name in known else self._compute(step.node)
+                if name in of_sizes:
+                    known[name] = self._values[name]
                 after_step()
                 continue
             for name in (name for op in step.operators for name in op.inputs):
@@ -349,7 +364,7 @@ class _Call:
             if isinstance(held := self._values.get(ref.name), SparseWeight):
                 self._values[ref.name] = held.dense()
             if ref.name not in self._values:
-                self._values[ref.name] = self._view(ref.name).clone(memory_format=torch.contiguous_format)
+                self._values[ref.name] = torch.from_numpy(self._view(ref.name).numpy().copy("C"))
             return self._values[ref.name]
         return [self._value(item) for item in cast(tuple[Any, ...], ref)] if isinstance(ref, tuple) else ref
 
@@ -367,14 +382,14 @@ class _Call:
     def _pack(self, name: str, value: Tensor) -> None:
         """Copy a tensor into the arena, with zeros around it."""
         place = self._binding.places[name]
-        shape, strides = (place.images, place.layout.image_bytes // 4), (place.stride // 4, 1)
-        self._floats.as_strided(shape, strides, place.offset // 4).zero_()
+        for image in range(place.images):
+            ctypes.memset(self._arena.ctypes.data + place.offset + image * place.stride, 0, place.layout.image_bytes)
         if (
             self._plan.activations[name].kind == "mask"
         ):  # (batch, heads, queries, keys) as (batch, queries, heads · keys)
             value = torch.zeros(()).where(value, -3e38) if value.dtype == torch.bool else value.clamp(min=-3e38)
             value = value[(None,) * (4 - value.dim())].transpose(1, 2).flatten(2)
-        self._view(name).copy_(value)
+        np.copyto(self._view(name).numpy(), value.detach().numpy())
 
 
 _FUNCTIONS: dict[str | None, Callable[[Tensor], Tensor]] = {

@@ -29,8 +29,17 @@ def call_operator(node: Node, value: Callable[[Any], Any]) -> Any:
         return FUNCTIONS[name](*args, **node.kwargs)
     if node.op == "aten.view.default":
         return args[0].reshape(args[1])  # a value of ours need not have the strides that the model's had
-    function = getattr(getattr(getattr(torch.ops, namespace), name), overload[0])
-    return function(*args, **{key: value(item) for key, item in node.kwargs.items()})
+    return _operator_of(namespace, name, overload[0])(*args, **{key: value(item) for key, item in node.kwargs.items()})
+
+
+def _operator_of(namespace: str, name: str, overload: str) -> Any:
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+def is_random(node: Node) -> bool:
+    """Whether a node gives another result each time."""
+    parts = node.op.split(".")
+    return len(parts) == 3 and torch.Tag.nondeterministic_seeded in _operator_of(*parts).tags
 
 
 def _rotated(node: Rotary, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from functools import lru_cache, partial
 import numpy as np
 from torch import Tensor
 
-from gossamer.errors import GossamerError
 from gossamer.runtime._code import Kernel
 from gossamer.runtime._compiler import has_expand, kernel_address
 from gossamer.runtime.graph import Steps
@@ -21,7 +20,7 @@ from gossamer.runtime.vectors import restored, vector_weights
 from gossamer.runtime.weights import Array, SparseWeight, bfloat16_bits, ordered, rows_by_length
 
 Arrays = dict[str, Array]
-_Order = tuple[int, int, tuple[int, ...], object]
+_Order = tuple[int, int, tuple[int, ...], tuple[int, int]]
 """Of a kernel's weights: channels per chunk, rows that share loads, the window's columns, and the layout."""
 
 
@@ -155,6 +154,21 @@ def shares_loads(weight: SparseWeight) -> bool:
     return weight.zeros <= _SPARSE
 
 
+def _in_units(offsets: Array, chunks: Array, count: int) -> tuple[Array, Array]:
+    """Distances from the first one of their chunk, as multiples of their largest common divisor.
+
+    Returns this divisor with the first distance of every chunk, and the multiples in 16 bits if they fit, else in 32.
+    """
+    starts = np.full(count, np.iinfo(np.int64).max)
+    np.minimum.at(starts, chunks, offsets)
+    starts[starts == np.iinfo(np.int64).max] = 0  # a chunk without weights
+    distances = offsets - starts[chunks]
+    unit = max(1, int(np.gcd.reduce(distances, initial=0)))
+    distances //= unit
+    most = int(distances.max(initial=0))
+    return np.array([unit, *starts], np.int64), distances.astype(np.uint16 if most < 1 << 16 else np.uint32)
+
+
 _SEGMENTS = 8
 """Parts of a layer's rows that threads take; each is sorted by length."""
 
@@ -195,11 +209,9 @@ class SparseLayer(Operator):
     _weights: dict[_Order, Arrays] = field(default_factory=dict[_Order, Arrays], repr=False)
 
     @property
-    def indexed(self) -> bool:
-        """Whether a plane's number, in 16 bits, is enough to find an input."""
-        first, planes = self.window[0], self.weight.shape[1] * self.groups
-        planes += first.phase * self.phase_channels
-        return len(self.window) == 1 and first.down == first.right == 0 and planes <= 1 << 16
+    def _is_pointwise(self) -> bool:
+        """Whether distances are whole planes, the same in every layout."""
+        return len(self.window) == 1 and self.window[0].down == self.window[0].right == 0
 
     def overwrites(self, layout: Layout) -> str | None:
         source, *added = self.inputs
@@ -259,7 +271,8 @@ class SparseLayer(Operator):
         if source.lanes == 1 or self.groups > 1:
             chunk = per_group  # inputs of one position fit the first-level cache as a whole
         classes = tuple(columns.index(tap.right) if len(columns) > 1 else 0 for tap in self.window)
-        key = (chunk, rows, classes, None if self.indexed else (source.plane, source.pitch))
+        size, pitch = (1, 0) if self._is_pointwise else (source.plane, source.pitch)
+        key = (chunk, rows, classes, (size, pitch))
         if key in self._weights:
             return self._weights[key]
         if rows == 1:
@@ -275,9 +288,7 @@ class SparseLayer(Operator):
         where = np.array([[tap.phase, tap.down, tap.right] for tap in self.window])[position]
         plane = where[:, 0] * self.phase_channels + channel
         right = 0 if len(columns) > 1 else where[:, 2]
-        offsets = 4 * (plane * source.plane + where[:, 1] * source.pitch + right)
-        if not self.indexed and offsets.size and int(np.abs(offsets).max()) >= 1 << 31:
-            raise GossamerError(f"'{self.inputs[0]}': one image has more than 2 GB, which kernels do not support")
+        units, offsets = _in_units(plane * size + where[:, 1] * pitch + right, c // chunk, chunks)
         order = rows_by_length((c // chunk) * blocks + block, chunks, blocks, _segment(blocks))
         ranks = np.argsort(order, axis=1)
         group = ((c // chunk) * blocks + ranks[c // chunk, block]) * len(columns) + np.array(classes)[position]
@@ -287,7 +298,8 @@ class SparseLayer(Operator):
         found: Arrays = {
             "order": order.astype(np.int32),
             "starts": np.concatenate([ends[:, :1] - counts[:, :1], ends], axis=1).astype(np.int32),
-            "offsets": plane[sequence].astype(np.uint16) if self.indexed else offsets[sequence].astype(np.int32),
+            "units": units,
+            "offsets": offsets[sequence],
             "values": np.ascontiguousarray(values[sequence]),
             "bias": np.ascontiguousarray(self.bias.numpy()),
         }
@@ -359,6 +371,7 @@ class SparseLayer(Operator):
         group_blocks = -(-blocks // (groups * segment)) * segment
         groups = -(-blocks // group_blocks)
         arrays = {**self.weights(source.layout, columns), "valid": valid_positions(layout), **_steps(self.steps)}
+        arrays["units"] = arrays["units"] * (4 * source.layout.plane if self._is_pointwise else 4)
         residual = len(self.inputs) > 1
         values = {
             **addresses(arrays),
@@ -375,7 +388,8 @@ class SparseLayer(Operator):
             "tail": layout.tail,
             "items": target.images * tiles * groups,
         }
-        kernel = (layout.lanes, wide, rows, self.activation, residual, self.indexed, self.steps is not None)
+        short = arrays["offsets"].dtype == np.uint16
+        kernel = (layout.lanes, wide, rows, self.activation, residual, short, self.steps is not None)
         kernel += (self.weight.half, (*columns,), step)
         return table_call(kernel_address(convolution.sparse_convolution, *kernel), convolution.FIELDS, values, arrays)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -48,6 +49,7 @@ from gossamer.runtime.operators import (
     taps,
     window_margins,
 )
+from gossamer.runtime.trial import values_of_sizes
 from gossamer.runtime.weights import SparseWeight
 
 
@@ -77,6 +79,12 @@ class Plan:
     activations: dict[str, Activation]
     packed: dict[str, str]
     """By planar activation that torch makes: the value it is a copy of."""
+
+    @cached_property
+    def of_sizes(self) -> frozenset[str]:
+        """Values that are the same in every call with the same sizes, and that no caller gets."""
+        outputs = {ref.name for ref in self.graph.outputs if isinstance(ref, Ref)}
+        return frozenset(values_of_sizes(self.graph) - outputs)
 
     @property
     def operators(self) -> list[Operator]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import GossamerError
-from gossamer.runtime.evaluate import call_operator
+from gossamer.runtime.evaluate import call_operator, is_random
 from gossamer.runtime.graph import Graph, Node, Ref
 from gossamer.runtime.weights import SparseWeight
 
@@ -105,6 +105,6 @@ def values_of_sizes(graph: Graph) -> set[str]:
     """The values that depend on the shapes of the inputs and on constants only."""
     found = set(graph.constants)
     for node in graph.nodes:
-        if node.op in _SHAPES_OF or all(name in found for name in node.inputs):
+        if node.op in _SHAPES_OF or (all(name in found for name in node.inputs) and not is_random(node)):
             found.add(node.output)
     return found

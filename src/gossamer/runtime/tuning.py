@@ -10,7 +10,7 @@ import numpy as np
 
 from gossamer.progress import Progress
 from gossamer.runtime.layout import Layout
-from gossamer.runtime.operators import Operator, Place, SparseLayer
+from gossamer.runtime.operators import Operator, Place, SparseLayer, shares_loads
 from gossamer.runtime.plan import Plan
 from gossamer.runtime.program import SLOT, Program
 from gossamer.runtime.vectors import FORMS
@@ -162,7 +162,8 @@ def _best_form(op: SparseLayer) -> tuple[str, float]:
     names = [*op.inputs, op.output]
     scratch = _Scratch({name: Layout.single(columns if k == 0 else rows) for k, name in enumerate(names)})
     times: dict[str, float] = {}
-    for op.form in FORMS:
+    candidates = FORMS if shares_loads(op.weight) else FORMS[:-1]  # the last multiplies by zeros
+    for op.form in candidates:
         times[op.form] = scratch.time(op)
         op.forget()
     return min(times.items(), key=lambda item: item[1])

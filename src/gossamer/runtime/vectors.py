@@ -24,6 +24,11 @@ def vector_weights(weight: SparseWeight, bias: Array, form: str) -> dict[str, Ar
         place = (starts[lane // LANES] + numbers[lane, column], lane % LANES)
         where[place] = column
         values[place] = weight.stored[_numbers(mask)[rows[lane], column]]
+    elif form == "dense":
+        starts = where = np.zeros(0, np.uint16)
+        values = np.zeros(mask.shape, weight.stored.dtype)
+        values[mask] = weight.stored
+        values = np.ascontiguousarray(values[rows].reshape(-1, LANES, mask.shape[1]).transpose(0, 2, 1))
     else:
         blocks = mask[rows].reshape(-1, LANES, mask.shape[1]).transpose(0, 2, 1)
         starts = np.concatenate([[0], np.cumsum(np.count_nonzero(blocks, axis=(1, 2)))])
@@ -48,6 +53,8 @@ def restored(weight: SparseWeight, values: Array, form: str) -> Array:
         lane, column = np.nonzero(mask[rows])
         found = values[starts[lane // LANES] + numbers[lane, column], lane % LANES]
         result[_numbers(mask)[rows[lane], column]] = found
+    elif form == "dense":
+        result[:] = values.transpose(0, 2, 1).reshape(-1, weight.shape[1])[: weight.shape[0]][weight.mask[:, :, 0]]
     else:
         result[_bits_order(weight)] = values[:-LANES]
     return result

@@ -21,7 +21,7 @@ from gossamer.runtime.kernels.epilogue import activate, round_to_steps
 
 FIELDS = (
     *("x", "x_image", "x_plane", "y", "y_image", "y_plane", "r", "r_image", "r_plane"),  # bytes in the arena
-    *("starts", "order", "offsets", "values", "bias", "steps", "valid"),  # addresses of constants
+    *("starts", "order", "units", "offsets", "values", "bias", "steps", "valid"),  # addresses of constants
     *("blocks", "chunks", "tiles", "wide_tiles", "groups", "group_blocks", "head", "tail"),
 )
 _BUSY = 8
@@ -34,7 +34,7 @@ def sparse_convolution(
     rows: int,
     activation: str | None,
     residual: bool,
-    indexed: bool,
+    short: bool,
     rounded: bool,
     half: bool = False,
     columns: tuple[int, ...] = (0,),
@@ -42,13 +42,14 @@ def sparse_convolution(
 ) -> ir.Module:
     """The kernel for tiles of `vectors` and `vectors - difference` vectors, and blocks of `rows` output channels.
 
-    `indexed` weights have the number of a plane, in 16 bits, instead of a distance. `rounded` results are those of
-    integers. Weights are bfloat16 if `half`. With several `columns`, the weights of a block are listed by column, with
-    distances of aligned loads.
+    Distances count from the start of their chunk's inputs, in units; they have 16 bits if they are `short`, else 32.
+    `units` holds the bytes of a unit and the start of every chunk. `rounded` results are those of integers. Weights are
+    bfloat16 if `half`. With several `columns`, the weights of a block are listed by column, with distances of aligned
+    loads.
     """
     module = ir.Module("sparse_convolution")
     kernel = Kernel(module, FIELDS)
-    options = (rows, activation, residual, indexed, rounded, half, columns)
+    options = (rows, activation, residual, short, rounded, half, columns)
     wide = _tile(module, "wide", lanes, vectors, *options)
     narrow = _tile(module, "narrow", lanes, vectors - difference, *options) if vectors > difference else None
     build = kernel.build
@@ -105,7 +106,7 @@ def _tile(
     rows: int,
     activation: str | None,
     residual: bool,
-    indexed: bool,
+    short: bool,
     rounded: bool,
     half: bool,
     columns: tuple[int, ...],
@@ -119,7 +120,8 @@ def _tile(
     build = f.build
     starts, offsets, values, bias = (f.pointer(name) for name in ("starts", "offsets", "values", "bias"))
     blocks, chunks = f["blocks"], f["chunks"]
-    x_plane, y_plane, r_plane = f["x_plane"], f["y_plane"], f["r_plane"]
+    y_plane, r_plane, units = f["y_plane"], f["r_plane"], f.pointer("units")
+    unit = f.field(units, 0)
     sums = [[f.variable(vector, zero) for _ in range(vectors)] for _ in range(rows)]
     # A narrow tile would wait for its few sums: several sums for each, added at the end, keep the multipliers busy.
     more = [[[f.variable(vector, zero) for _ in own] for own in sums] for _ in range(_BUSY // (vectors * rows) - 1)]
@@ -127,6 +129,7 @@ def _tile(
         chunk_starts = f.at(starts, f.mul(f.mul(chunk, f.add(f.mul(blocks, len(columns)), integer(1))), 4))
         is_first = build.icmp_signed("==", chunk, integer(0))
         is_last = build.icmp_signed("==", chunk, f.add(chunks, integer(-1)))
+        chunk_x = f.at(x, f.load(f.at(units, f.mul(chunk, 8)), I64, 8, align=8))
         chunk_order = f.at(f.pointer("order"), f.mul(f.mul(chunk, blocks), 4))
         with f.loop(first, last) as block:
             row = f.mul(build.sext(f.load(f.at(chunk_order, f.mul(block, 4)), I32), I64), rows)
@@ -149,11 +152,9 @@ def _tile(
 
             def accumulate(i: Value, totals: list[list[Variable]]) -> None:
                 """Add the products of one weight per row."""
-                if indexed:
-                    plane = build.zext(f.load(offsets, I16, f.mul(i, 2), align=2), I64)
-                    source = f.at(x, build.mul(plane, integer(4) if lanes == 1 else x_plane))
-                else:
-                    source = f.at(x, build.sext(f.load(offsets, I32, f.mul(i, 4)), I64))
+                kind, size = (I16, 2) if short else (I32, 4)
+                distance = build.zext(f.load(offsets, kind, f.mul(i, size), align=size), I64)
+                source = f.at(chunk_x, build.mul(distance, unit))
                 weights = f.at(values, f.mul(i, (2 if half else 4) * rows))
                 source = f.opaque(source)  # one addition instead of one in every load
                 inputs = [f.load(source, vector, k * step, align=align) for k in range(vectors)]

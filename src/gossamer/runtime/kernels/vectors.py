@@ -1,9 +1,9 @@
 """Sparse matrices times one vector. Lanes are 16 output rows, so nothing is summed across a vector.
 
-Two forms of a weight. "slices": the k-th non-zero weights of 16 rows lie next to each other with the numbers of their
+Three forms of a weight. "slices": the k-th non-zero weights of 16 rows lie next to each other with the numbers of their
 columns; rows are sorted by length, so that the rows of a slice end together. "bits": 16 bits per column say which of 16
 rows have a non-zero weight there, and the values follow each other. Slices read 6 bytes per non-zero weight, bits read
-4 and an eighth of a byte per weight of any value.
+4 and an eighth of a byte per weight of any value. "dense": the weights of 16 rows, column by column, zeros included.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ FIELDS = (
     *("starts", "where", "values", "bias", "rows", "steps"),  # addresses of constants
     *("blocks", "columns", "groups", "group_blocks"),
 )
-BLOCKS = {"slices": 1, "bits": 4}
+BLOCKS = {"slices": 1, "bits": 4, "dense": 4}
 """Blocks of 16 rows that are computed together."""
-_SUMS = {"slices": 4, "bits": 2}
+_SUMS = {"slices": 4, "bits": 2, "dense": 2}
 """Sums in flight per block."""
 _UNROLL = 4
 _AHEAD = 512
@@ -53,8 +53,10 @@ def matrix_vector(
             sums = [[kernel.variable(_VECTOR, _ZERO) for _ in range(_SUMS[form])] for _ in range(together)]
             if form == "slices":
                 _add_slice(kernel, x, block, sums[0], wide, half)
-            else:
+            elif form == "bits":
                 _add_bits(kernel, x, block, sums, expand, half)
+            else:
+                _add_dense(kernel, x, block, sums, half)
             for k, own in enumerate(sums):
                 lane = kernel.mul(kernel.add(block, integer(k)), LANES)
                 total = kernel.load(kernel.at(kernel.pointer("bias"), kernel.mul(lane, 4)), _VECTOR)
@@ -160,3 +162,23 @@ def _add_bits(kernel: Kernel, x: Value, block: Value, sums: list[list[Variable]]
             add(column, mask, pointer.get(), own[0])
             count = build.zext(kernel.call("llvm.ctpop.i16", I16, mask), I64)
             pointer.set(kernel.at(pointer.get(), kernel.mul(count, size)))
+
+
+def _add_dense(kernel: Kernel, x: Value, block: Value, sums: list[list[Variable]], half: bool) -> None:
+    """Add the products of several blocks with every column."""
+    build, columns, size = kernel.build, kernel["columns"], (2 if half else 4) * LANES
+    start = kernel.at(kernel.pointer("values"), kernel.mul(build.mul(block, columns), size))
+    blocks = [kernel.at(start, kernel.mul(columns, k * size)) for k in range(len(sums))]
+
+    def add(column: Value, number: int) -> None:
+        value = kernel.splat(kernel.load(x, F32, kernel.mul(column, 4)), LANES)
+        for values, own in zip(blocks, sums, strict=True):
+            weight = kernel.load_weight(kernel.at(values, kernel.mul(column, size)), 0, half, LANES)
+            _add(kernel, own[number % len(own)], weight, value)
+
+    even = build.sub(columns, build.srem(columns, integer(_UNROLL)))
+    with kernel.loop(integer(0), even, _UNROLL) as column:
+        for k in range(_UNROLL):
+            add(kernel.add(column, integer(k)), k)
+    with kernel.loop(even, columns) as column:
+        add(column, 0)
