@@ -1,17 +1,14 @@
 """Compiles kernels for the host's CPU and keeps their object code on disk.
 
-Object code is executable, so the cache is used only if its folder and files belong to the user and nobody else can
-write them; each file has a digest in front. Without such a folder kernels are compiled in every process.
+Without a folder of the user's own, kernels are compiled in every process.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import stat
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,11 +17,11 @@ import llvmlite
 from llvmlite import binding as llvm
 from llvmlite import ir
 
-from gossamer.io import atomic_write
+from gossamer.runtime._cache import cache_folder, read_cached, write_cached
+from gossamer.version import __version__
 
 ENTRY = "run"
 """The name of every kernel's function."""
-_DIGEST = hashlib.sha256().digest_size
 _lock = threading.Lock()
 _libraries: list[Any] = []
 """Loaded code; freed with the process."""
@@ -36,22 +33,36 @@ def kernel_address(build: Callable[..., ir.Module], *arguments: object) -> int:
     key = (build, *arguments)
     with _lock:
         if key not in _addresses:
-            _addresses[key] = _load(_object_code(str(build(*arguments))))
+            _addresses[key] = _load(_object_code(build, arguments))
         return _addresses[key]
 
 
-def _object_code(text: str) -> bytes:
-    machine = _machine()
-    processor = f"{llvmlite.__version__} {machine.triple} {' '.join(_processor())}"
-    name = hashlib.sha256(f"{processor}\n{text}".encode()).hexdigest()
-    folder = _cache_folder()
-    code = None if folder is None else _read(folder / name)
+def _object_code(build: Callable[..., ir.Module], arguments: tuple[object, ...]) -> bytes:
+    """Object code by what it depends on: the CPU, the package's source, and the arguments."""
+    what = f"{processor()} {_source()} {build.__module__}.{build.__qualname__} {arguments!r}"
+    name = hashlib.sha256(what.encode()).hexdigest()
+    folder = cache_folder("kernels")
+    code = None if folder is None else read_cached(folder / name)
     if code is None:
-        code = compile_text(text, machine)
+        code = compile_text(str(build(*arguments)), _machine())
         if folder is not None:
-            with suppress(OSError), atomic_write(folder / name) as path:
-                path.write_bytes(_digest(name, code) + code)
+            write_cached(folder / name, code)
     return code
+
+
+@cache
+def _source() -> str:
+    """A digest of all that writes kernels; they are not written only to find their object code."""
+    digest = hashlib.sha256(__version__.encode())
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def processor() -> str:
+    """What object code depends on: the compiler's version, the CPU and its features."""
+    return f"{llvmlite.__version__} {_machine().triple} {' '.join(_processor())}"
 
 
 def compile_text(text: str, machine: Any) -> bytes:
@@ -112,36 +123,3 @@ def _load(code: bytes) -> int:
     library: Any = builder.link(_linker(), f"gossamer-{len(_libraries)}")
     _libraries.append(library)
     return library[ENTRY]
-
-
-def _cache_folder() -> Path | None:
-    """The user's folder for object code; None if it cannot be made, or if others could write to it."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base) / "gossamer" / "kernels"
-    with suppress(OSError, RuntimeError):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return folder if _is_private(folder.lstat(), stat.S_ISDIR) and os.access(folder, os.W_OK) else None
-    return None
-
-
-def _is_private(found: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
-    if not is_kind(found.st_mode):
-        return False
-    return not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not found.st_mode & 0o022)
-
-
-def _read(path: Path) -> bytes | None:
-    """Cached object code; None if there is none, or if it is damaged or not the user's."""
-    try:
-        if not _is_private(path.lstat(), stat.S_ISREG):
-            return None
-        content = path.read_bytes()
-    except OSError:
-        return None
-    code = content[_DIGEST:]
-    return code if _digest(path.name, code) == content[:_DIGEST] else None
-
-
-def _digest(name: str, code: bytes) -> bytes:
-    """Of a file's name too, which stands for the kernel and the CPU: a copy under another name is not used."""
-    return hashlib.sha256(name.encode() + code).digest()

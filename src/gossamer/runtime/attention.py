@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gossamer.runtime.graph import Attention, CachedAttention, Graph, Node, Ref, without_unused
-from gossamer.runtime.trial import Trial, values_of_sizes
+from gossamer.runtime.trial import Trial, trials, values_of_sizes
 
 _ORDERS = ("tokens", "swapped", "rows", "swapped rows")
 """`(batch, tokens, channels)`, `(tokens, batch, channels)`, and each with its first two dimensions as one."""
@@ -70,12 +70,16 @@ class _Source:
     """Heads that read the same channels."""
 
 
-def with_attention(graph: Graph, pair: tuple[Trial, Trial] | None) -> Graph:
-    """Replace attention, with the views that separate and join heads, by one node each."""
+def with_attention(graph: Graph, pair: tuple[Trial, Trial] | None = None) -> Graph:
+    """Replace attention, with the views that separate and join heads, by one node each.
+
+    A `pair` of trials of the graph is made if it is not given.
+    """
     names = (*_SOFTMAX, CACHED, "aten.scaled_dot_product_attention.default")
-    if pair is None or not any(node.op in names for node in graph.nodes):
+    if not any(node.op in names for node in graph.nodes):
         return graph
-    return _Rewriting(graph, pair).result()
+    pair = pair or trials(graph)
+    return graph if pair is None else _Rewriting(graph, pair).result()
 
 
 class _Rewriting:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
 from gossamer.runtime.decoding_operators import STATE, CachedHeads, scratch_bytes
-from gossamer.runtime.engine import Engine, compile
+from gossamer.runtime.engine import Engine, Tuned, compile
 from gossamer.runtime.file import load_plan, save_plan
 from gossamer.runtime.kernels.cached_attention import BLOCK
 from gossamer.runtime.layout import LANES
@@ -121,7 +121,7 @@ class Cache:
         self._length += tokens
 
 
-def compile_decoder(model: nn.Module, *, threads: int | None = None, tuned: bool = True) -> Decoder:
+def compile_decoder(model: nn.Module, *, threads: int | None = None, tuned: Tuned = True) -> Decoder:
     """Compile a causal language model of Transformers for decoding with a cache of keys and values.
 
     `threads` and `tuned` are as in `compile`. Raises `GossamerError` for a model that keeps more from token to token

@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -45,7 +45,6 @@ from gossamer.runtime.measure import dense_times, least, torch_threads
 from gossamer.runtime.operators import SparseLayer
 from gossamer.runtime.plan import Plan, TorchStep, build_plan
 from gossamer.runtime.rotary import with_rotary
-from gossamer.runtime.trial import trials
 from gossamer.runtime.tuning import tune
 from gossamer.runtime.weights import SparseWeight
 
@@ -53,6 +52,9 @@ logger = logging.getLogger("gossamer")
 if TYPE_CHECKING:
     from gossamer.runtime.module import EngineModule
 
+Tuned = bool | Literal["again"]
+_BRIEF = 0.1
+"""Seconds that the measurements behind compiling may take, each."""
 _BINDINGS = 64
 """Sizes that an engine remembers; others are laid out again."""
 _tracing = threading.Lock()
@@ -64,7 +66,7 @@ def compile(
     example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any],
     *,
     threads: int | None = None,
-    tuned: bool = True,
+    tuned: Tuned = True,
     weight_dtype: torch.dtype = torch.float32,
     progress: Progress = lambda _label, _share: None,
 ) -> Engine:
@@ -72,10 +74,10 @@ def compile(
 
     `example_inputs` is a tensor, a tuple of arguments, or a mapping of keyword arguments. The batch size and the number
     of tokens may differ from call to call; other sizes, and arguments that are not tensors, are fixed. `threads` is
-    torch's number of threads by default. `tuned=False` skips the measurements that choose how each layer is computed,
-    and those for `summary()`. `weight_dtype=torch.bfloat16` rounds the weights of layers to 16 bits and computes with
-    them in 32: less memory, and faster where that is the limit. Logs a warning if the engine is no faster than dense
-    torch on the example inputs.
+    torch's number of threads by default. The measurements that choose how each layer is computed are kept for the next
+    time; `tuned="again"` repeats them, `tuned=False` skips them and those for `summary()`.
+    `weight_dtype=torch.bfloat16` rounds the weights of layers to 16 bits and computes with them in 32: less memory, and
+    faster where that is the limit. Logs a warning if the engine is no faster than dense torch on the example inputs.
     """
     args, kwargs = _arguments(example_inputs)
     if not isinstance(cast(object, model), nn.Module):
@@ -89,7 +91,7 @@ def compile(
     try:
         with _tracing, torch.no_grad():
             traced = with_rotary(with_linear_layers(trace(model.eval(), args, kwargs)))
-            graph = simplify(with_formulas(with_attention(traced, trials(traced))))
+            graph = simplify(with_formulas(with_attention(traced)))
             if weight_dtype == torch.bfloat16:
                 round_weights(graph)
     except GossamerError:
@@ -137,11 +139,11 @@ class Engine:
         self._lock = threading.Lock()
 
     @classmethod
-    def of(cls, graph: Graph, leaves: Sequence[Any], threads: int | None, tuned: bool, progress: Progress) -> Engine:
+    def of(cls, graph: Graph, leaves: Sequence[Any], threads: int | None, tuned: Tuned, progress: Progress) -> Engine:
         """The engine of a graph, tuned and measured on these inputs if it is to be."""
         engine = cls(build_plan(graph), torch.get_num_threads() if threads is None else threads)
         if tuned:
-            engine._tune(leaves, progress)
+            engine._tune(leaves, progress, again=tuned == "again")
         return engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -231,22 +233,24 @@ class Engine:
         inputs = self.graph.signature.inputs(args, kwargs)
         return self._measure([inputs[name] for name in self.graph.inputs])
 
-    def _tune(self, leaves: Sequence[Any], progress: Progress) -> None:
+    def _tune(self, leaves: Sequence[Any], progress: Progress, again: bool) -> None:
         """Choose how each layer is computed, and measure the result."""
         names = layer_names(self.graph)
         tune(
             self._plan,
             _sizes(self.graph, leaves),
             lambda name, share: progress(f"measuring {names.get(name, name)}", 0.1 + 0.8 * share),
+            again,
         )
         progress("comparing with dense torch", 0.9)
         try:
-            self._times = self._measure(leaves)
+            self._times = self._measure(leaves, _BRIEF)
         except GossamerError:
             return  # inputs that are made up for an ONNX file need not fit it
         progress("comparing with dense torch", 1.0)
 
-    def _measure(self, leaves: Sequence[Any]) -> Times:
+    def _measure(self, leaves: Sequence[Any], allowance: float = 0.5) -> Times:
+        """Times; the calls of each kind may take about this number of seconds."""
         apart, now = Engine(separate(self._plan), self.threads), time.perf_counter
 
         def total() -> list[float]:
@@ -259,9 +263,9 @@ class Engine:
             apart.flat(leaves, after_step=lambda: marks.append(now()))
             return [end - start for start, end in pairwise(marks)]
 
-        (seconds,), by_step = least(total), least(steps)
+        (seconds,), by_step = least(total, allowance), least(steps, allowance)
         with torch.inference_mode(), torch_threads(self.threads):
-            dense, dense_total = dense_times(self.graph, leaves, _compute)
+            dense, dense_total = dense_times(self.graph, leaves, _compute, allowance)
         shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
         sizes = _sizes(self.graph, leaves)
         self._times = Times(self.threads, shapes, sizes, by_step, dense, seconds, dense_total)

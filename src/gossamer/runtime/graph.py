@@ -14,8 +14,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
+from gossamer.errors import GossamerError
+from gossamer.runtime.functional import functional
 from gossamer.runtime.signature import Signature, signature_of
 from gossamer.runtime.weights import SparseWeight
 
@@ -175,7 +177,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | N
     dynamic = pytree.tree_unflatten([_dynamic(leaf) for leaf in leaves], spec)
     args, kwargs = pytree.tree_unflatten([_doubled(leaf) for leaf in leaves], spec)
     shapes = _by_name(model, *dynamic) if kwargs else dynamic[0]
-    program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes).run_decompositions({})
+    program = functional(torch.export.export(model, args, kwargs, dynamic_shapes=shapes))
     signature = program.graph_signature
     sources: dict[str, str] = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     sources |= dict(signature.inputs_to_lifted_tensor_constants)
@@ -199,7 +201,12 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | N
             name = str(target) if hasattr(target, "namespace") else f"builtin.{target.__name__}"
             graph.nodes.append(Node(name, node.name, _plain(node.args), _plain(node.kwargs)))
         elif node.op == "output":
-            graph.outputs = list(_plain(node.args[0]))
+            kinds = [spec.kind for spec in signature.output_specs]
+            if OutputKind.BUFFER_MUTATION in kinds:
+                name = next(spec.target for spec in signature.output_specs if spec.kind is OutputKind.BUFFER_MUTATION)
+                raise GossamerError(f"the model changes its buffer '{name}' when it is called; engines keep no state")
+            outputs = zip(_plain(node.args[0]), kinds, strict=True)
+            graph.outputs = [value for value, kind in outputs if kind is OutputKind.USER_OUTPUT]
     return graph
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,14 +15,15 @@ from gossamer.runtime.graph import Convolution, Elementwise, Graph, Linear, Node
 from gossamer.runtime.weights import SparseWeight
 
 _REPETITIONS = 10
-_ALLOWANCE = 0.5
-"""Seconds that the calls of one kind may take, after the first one."""
 
 
-def least(run: Callable[[], Sequence[float]]) -> list[float]:
-    """Position by position, the least numbers that several calls return; the first call only warms up."""
+def least(run: Callable[[], Sequence[float]], allowance: float) -> list[float]:
+    """Position by position, the least numbers that several calls return; the first call only warms up.
+
+    The others end with the one in which they have taken this number of seconds.
+    """
     run()
-    best, end = list[float](), time.perf_counter() + _ALLOWANCE
+    best, end = list[float](), time.perf_counter() + allowance
     for _ in range(_REPETITIONS):
         found = run()
         best = list(found) if not best else [min(pair) for pair in zip(best, found, strict=True)]
@@ -33,14 +33,14 @@ def least(run: Callable[[], Sequence[float]]) -> list[float]:
 
 
 def dense_times(
-    graph: Graph, leaves: Sequence[Any], compute: Callable[[Node, Callable[[Any], Any]], Any]
+    graph: Graph, leaves: Sequence[Any], compute: Callable[[Node, Callable[[Any], Any]], Any], allowance: float
 ) -> tuple[dict[str, float], float]:
     """Seconds of every node and of all together when torch computes them, in the faster of two memory formats."""
-    best: list[float] = [math.inf]
-    for channels_last in (False, True):
-        found = least(_Dense(graph, leaves, compute, channels_last).run)
-        best = min(best, found, key=lambda times: times[-1])
-    return dict(zip((node.output for node in graph.nodes), best, strict=False)), best[-1]
+    weights = {name: value.dense() for name, value in graph.constants.items() if isinstance(value, SparseWeight)}
+    ways = [_Dense(graph, leaves, compute, weights, channels_last) for channels_last in (False, True)]
+    fastest = min(ways, key=lambda way: least(way.run, 0.0)[-1])
+    found = least(fastest.run, allowance)
+    return dict(zip((node.output for node in graph.nodes), found, strict=False)), found[-1]
 
 
 class _Dense:
@@ -51,6 +51,7 @@ class _Dense:
         graph: Graph,
         leaves: Sequence[Any],
         compute: Callable[[Node, Callable[[Any], Any]], Any],
+        weights: Mapping[str, Tensor],
         channels_last: bool,
     ) -> None:
         self._compute = compute
@@ -60,9 +61,7 @@ class _Dense:
             for node in graph.nodes
         ]
         self._given: dict[str, Any] = {
-            name: _window_last(value.dense(), channels_last)
-            if isinstance(value, SparseWeight)
-            else _formatted(value, channels_last)
+            name: _window_last(weights[name], channels_last) if name in weights else _formatted(value, channels_last)
             for name, value in graph.constants.items()
         }
         inputs = zip(graph.inputs, leaves, strict=True)

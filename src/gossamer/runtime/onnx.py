@@ -23,7 +23,7 @@ from gossamer.export.onnx.model_files import external_files, parse_model, read_m
 from gossamer.progress import Progress
 from gossamer.runtime._onnx_functions import FUNCTIONS, constant, dtype_of, integers, tensor_of
 from gossamer.runtime.attention import with_attention
-from gossamer.runtime.engine import Engine
+from gossamer.runtime.engine import Engine, Tuned
 from gossamer.runtime.formulas import with_formulas, without_repetitions
 from gossamer.runtime.graph import Graph, Node, Ref, simplify, without_unused
 from gossamer.runtime.session_options import (
@@ -63,7 +63,7 @@ class InferenceSession:
         provider_options: Sequence[Mapping[str, Any]] | None = None,
         *,
         threads: int | None = None,
-        tuned: bool = True,
+        tuned: Tuned = True,
         progress: Progress = lambda _label, _share: None,
     ) -> None:
         check_providers(providers)

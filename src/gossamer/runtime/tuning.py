@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 
 from gossamer.progress import Progress
 from gossamer.runtime.layout import Layout
+from gossamer.runtime.measured import Measured
 from gossamer.runtime.operators import Operator, Place, SparseLayer, shares_loads
 from gossamer.runtime.plan import Plan
 from gossamer.runtime.program import SLOT, Program
@@ -43,27 +45,34 @@ def fastest(function: Callable[[], object]) -> float:
     return best
 
 
-def tune(plan: Plan, sizes: Mapping[str, int], progress: Progress = lambda _label, _share: None) -> dict[str, float]:
-    """Choose tile, chunk and shared rows of every sparse layer by measurement; returns seconds by operator."""
+def tune(
+    plan: Plan, sizes: Mapping[str, int], progress: Progress = lambda _label, _share: None, again: bool = False
+) -> None:
+    """Choose tile, chunk and shared rows of every sparse layer by measurement.
+
+    What was measured on this CPU before is used, also by other processes, unless it is to be measured `again`.
+    """
     scratch = _Scratch(plan.layouts(sizes))
-    known: dict[object, tuple[Choice, float]] = {}
-    forms: dict[object, tuple[str, float]] = {}
-    found: dict[str, float] = {}
+    measured = Measured(again)
     for number, op in enumerate(plan.operators):
         if isinstance(op, SparseLayer):
             progress(op.output, number / len(plan.operators))
-            key = (_shape(op), scratch.layouts[op.inputs[0]], scratch.layouts[op.output])
-            if key not in known:
-                known[key] = _best(op, scratch)
-            (op.vectors, op.chunk, op.rows), found[op.output] = known[key]
+            shared = list(_shared_rows(op))
+            key = (_shape(op), shared, scratch.layouts[op.inputs[0]], scratch.layouts[op.output])
+            choice = measured.get(key)
+            if not _fits(op, choice):
+                choice = _best(op, shared, scratch)
+                measured.put(key, choice)
+            op.vectors, op.chunk, op.rows = choice
             if op.takes_vectors:
-                if _shape(op) not in forms:
-                    forms[_shape(op)] = _best_form(op)
-                op.form, seconds = forms[_shape(op)]
-                if scratch.layouts[op.output].lanes == 1:
-                    found[op.output] = seconds
+                key = ("rows", _shape(op))
+                form = measured.get(key)
+                if form not in FORMS:
+                    form = _best_form(op)
+                    measured.put(key, form)
+                op.form = form
             op.forget()
-    return found
+    measured.save()
 
 
 def choices(plan: Plan) -> dict[str, Choice]:
@@ -89,16 +98,22 @@ def set_choices(plan: Plan, chosen: Mapping[str, Choice]) -> None:
     """Use these choices. Raises `ValueError` for one that kernels do not have."""
     for op in plan.operators:
         if isinstance(op, SparseLayer):
-            vectors, chunk, rows = chosen[op.output]
-            fits = all(type(number) is int and number > 0 for number in (vectors, chunk, rows))
-            if (
-                not fits
-                or vectors * rows > _REGISTERS
-                or chunk > _LARGEST_CHUNK
-                or op.weight.shape[0] // op.groups % rows
-            ):
+            if not _fits(op, chosen[op.output]):
                 raise ValueError(f"'{op.output}': no kernel for {chosen[op.output]}")
-            op.vectors, op.chunk, op.rows = vectors, chunk, rows
+            op.vectors, op.chunk, op.rows = chosen[op.output]
+
+
+def _fits(op: SparseLayer, choice: Any) -> bool:
+    """Whether a value from a file is a choice that kernels have for a layer."""
+    if not isinstance(choice, list | tuple) or len(cast(Sequence[Any], choice)) != 3:
+        return False
+    vectors, chunk, rows = numbers = cast(Sequence[Any], choice)
+    return (
+        all(type(number) is int and number > 0 for number in numbers)
+        and vectors * rows <= _REGISTERS
+        and chunk <= _LARGEST_CHUNK
+        and op.weight.shape[0] // op.groups % rows == 0
+    )
 
 
 def _shape(op: SparseLayer) -> tuple[object, ...]:
@@ -132,7 +147,8 @@ class _Scratch:
         return fastest(run)
 
 
-def _best(op: SparseLayer, scratch: _Scratch) -> tuple[Choice, float]:
+def _best(op: SparseLayer, shared: Sequence[int], scratch: _Scratch) -> Choice:
+    """The fastest choice, for one of these numbers of rows that share loads."""
     source, layout = scratch.layouts[op.inputs[0]], scratch.layouts[op.output]
     times: dict[Choice, float] = {}
 
@@ -147,17 +163,17 @@ def _best(op: SparseLayer, scratch: _Scratch) -> tuple[Choice, float]:
 
     chunks = [chunk for chunk in _CHUNKS if chunk < 2 * op.weight.shape[1] and op.groups == 1] or [max(_CHUNKS)]
     middle = chunks[len(chunks) // 2]
-    for rows in _shared_rows(op):
+    for rows in shared:
         most = min(layout.vectors, _REGISTERS // rows)
         for width in [width for width in _WIDTHS if width <= most] or [most]:
             attempt(width, middle, rows)
     for chunk in chunks:
         attempt(best()[0], chunk, best()[2])
-    return best(), times[best()]
+    return best()
 
 
-def _best_form(op: SparseLayer) -> tuple[str, float]:
-    """The fastest form of a linear layer's weight for a single row, and its time."""
+def _best_form(op: SparseLayer) -> str:
+    """The fastest form of a linear layer's weight for a single row."""
     rows, columns, _ = op.weight.shape
     names = [*op.inputs, op.output]
     scratch = _Scratch({name: Layout.single(columns if k == 0 else rows) for k, name in enumerate(names)})
@@ -166,7 +182,7 @@ def _best_form(op: SparseLayer) -> tuple[str, float]:
     for op.form in candidates:
         times[op.form] = scratch.time(op)
         op.forget()
-    return min(times.items(), key=lambda item: item[1])
+    return min(times, key=times.__getitem__)
 
 
 def _shared_rows(op: SparseLayer) -> Iterator[int]:
