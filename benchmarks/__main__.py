@@ -19,6 +19,7 @@ from rich.table import Table
 
 from benchmarks.allocation import allocation
 from benchmarks.allocation_accuracy import allocation_accuracy
+from benchmarks.compiling import compiling
 from benchmarks.create_accuracy import create_accuracy
 from benchmarks.decoding import decoding_speed
 from benchmarks.detection_accuracy import detection_accuracy
@@ -56,6 +57,7 @@ SHORT: dict[str, Benchmark] = {
     "thinning": thinning,
     "runtime": runtime_speed,
     "runtime-int8": integer_speed,
+    "runtime-compile": compiling,
     "runtime-decoding": decoding_speed,
 }
 LONG: dict[str, Benchmark] = {

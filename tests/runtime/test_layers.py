@@ -126,7 +126,7 @@ def test_compile_says_when_nothing_is_gained(monkeypatch: pytest.MonkeyPatch, ca
     model, measured = pruned(Residual()), runtime.Engine._measure
     for factor, count in ((0.5, 1), (100.0, 0)):
 
-        def measure(engine: runtime.Engine, leaves: object, factor: float = factor) -> layers.Times:
+        def measure(engine: runtime.Engine, leaves: object, _: float, factor: float = factor) -> layers.Times:
             times = measured(engine, leaves)  # pyright: ignore[reportArgumentType]
             return layers.Times(1, [], {}, times.steps, times.dense, times.total, factor * times.total)
 

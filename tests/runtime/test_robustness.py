@@ -56,6 +56,19 @@ def test_ten_thousand_calls_do_not_grow_resident_memory(threads: int) -> None:
     assert len(engine._arenas) == 1
 
 
+def test_an_engine_remembers_the_sizes_that_it_used_last() -> None:
+    model = pruned(nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.LayerNorm(20), nn.Linear(20, 4)))
+    engine = runtime.compile(model, torch.randn(2, 5, 12), threads=1, tuned=False)
+    inputs = [torch.randn(1, length, 12) for length in range(1, 101)]
+    with torch.inference_mode():
+        expected = [model(x) for x in inputs]
+    for _ in range(2):
+        for x, y in zip(inputs, expected, strict=True):
+            torch.testing.assert_close(engine(x), y, rtol=1e-4, atol=1e-5)
+    assert len(engine._bindings) == 64
+    assert {sizes for key in engine._bindings for name, sizes in key[1:]} >= set(range(40, 101))
+
+
 def test_engines_in_several_threads_at_once_do_not_disturb_each_other() -> None:
     models = [_small(), pruned(Residual()), pruned(nn.Sequential(nn.Linear(40, 30), nn.GELU(), nn.Linear(30, 5)))]
     inputs = [torch.randn(3, 2, 9, 9), torch.randn(2, 3, 17, 19), torch.randn(5, 40)]
@@ -164,13 +177,16 @@ def other_processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
 
+    def kernel() -> str:
+        return text
+
     def compiled(features: str) -> bytes:
         machine = llvm.Target.from_default_triple().create_target_machine(
             cpu="x86-64", features=features, opt=3, jit=True
         )
         monkeypatch.setattr(_compiler, "_processor", lambda: ("x86-64", features))
         monkeypatch.setattr(_compiler, "_machine", lambda: machine)
-        return _compiler._object_code(text)
+        return _compiler._object_code(kernel, ())
 
     return compiled
 

@@ -59,7 +59,6 @@ def _source() -> str:
     return digest.hexdigest()
 
 
-@cache
 def processor() -> str:
     """What object code depends on: the compiler's version, the CPU and its features."""
     return f"{llvmlite.__version__} {_machine().triple} {' '.join(_processor())}"
