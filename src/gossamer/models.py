@@ -12,7 +12,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -41,6 +41,7 @@ from gossamer.runner.weights import file_of, load_state, load_weights, read_weig
 if TYPE_CHECKING:
     from gossamer.export import Written
     from gossamer.runtime import Engine
+    from gossamer.runtime.engine import Tuned
 
 logger = logging.getLogger("gossamer")
 
@@ -139,7 +140,10 @@ class LoadedModel:
             ) from error
 
     def compile(
-        self, weight_dtype: torch.dtype = torch.float32, progress: Progress = lambda _label, _share: None
+        self,
+        weight_dtype: torch.dtype = torch.float32,
+        tuned: Tuned = True,
+        progress: Progress = lambda _label, _share: None,
     ) -> dict[str, Engine]:
         """Engines by the end of their file names: of the model, or of each network of a detector.
 
@@ -147,12 +151,10 @@ class LoadedModel:
         """
         from gossamer import runtime
 
+        compiled = partial(runtime.compile, weight_dtype=weight_dtype, tuned=tuned, progress=progress)
         if self.kind != "detection":
-            return {"": runtime.compile(self.model, self.example, weight_dtype=weight_dtype, progress=progress)}
-        engines = {
-            name: runtime.compile(network.module, network.inputs, weight_dtype=weight_dtype, progress=progress)
-            for name, network in self.networks().items()
-        }
+            return {"": compiled(self.model, self.example)}
+        engines = {name: compiled(network.module, network.inputs) for name, network in self.networks().items()}
         return {f"-{as_name(name)}" if len(engines) > 1 else "": engine for name, engine in engines.items()}
 
     def half(self) -> LoadedModel:

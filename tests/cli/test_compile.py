@@ -55,6 +55,18 @@ def test_a_model_and_its_onnx_file_compile_to_the_same_outputs(folder: Path) -> 
     assert torch.allclose(runtime.load("b.gossamer")(x)[0], expected, atol=1e-5)
 
 
+def test_layers_are_measured_again_on_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    arguments = ["compile", "models_to_compile:tiny", "--input", "1,3,16,16"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    (file,) = (folder / "gossamer" / "tuning").iterdir()
+    first = file.stat().st_mtime_ns
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert file.stat().st_mtime_ns == first
+    assert CliRunner().invoke(app, [*arguments, "--again"]).exit_code == 0
+    assert file.stat().st_mtime_ns > first
+
+
 def test_an_error_is_one_sentence(folder: Path) -> None:
     result = CliRunner().invoke(app, ["compile", "nope.onnx"])
     assert result.exit_code == 1

@@ -13,6 +13,7 @@ from gossamer.errors import GossamerError
 
 if TYPE_CHECKING:
     from gossamer.runtime import Engine
+    from gossamer.runtime.engine import Tuned
 
 
 @reports_errors
@@ -28,12 +29,14 @@ def compile_model(
     data: Data = None,
     imports: Imports = None,
     bfloat16: Annotated[bool, Option("--bfloat16", help="Store the weights of layers in bfloat16.")] = False,
+    again: Annotated[bool, Option("--again", help="Measure again what was measured on this CPU before.")] = False,
     summary: Annotated[bool, Option("--summary", help="Print how each layer is computed.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compile a model with zeros in its weights for this CPU, and write one file for gossamer.runtime.load().
 
-    Every layer is measured on this machine to choose how it is computed, and the result is compared with dense torch.
+    Every kind of layer is measured once on this CPU to choose how it is computed, and the result is compared with dense
+    torch.
     The file runs without the model's class. Each network of a detector is one file, without post-processing, as in
     gossamer export.
     """
@@ -42,6 +45,7 @@ def compile_model(
     from gossamer import runtime
 
     engines: dict[str, Engine]
+    tuned: Tuned = "again" if again else True
     with progress("", as_json) as show:
         if model.endswith(".onnx"):
             given = {
@@ -57,12 +61,12 @@ def compile_model(
                     f"{unused[0]}: not used for an ONNX file, which has its weights and shapes; drop it"
                 )
             show("reading the file", 0.0)
-            engines = {"": runtime.InferenceSession(model, progress=show).engine}
+            engines = {"": runtime.InferenceSession(model, tuned=tuned, progress=show).engine}
         else:
             show("loading the model", 0.0)
             loaded = load_model(model, weights, data, input_shape, sets or [], classes, imports)
             with without_log():
-                engines = loaded.compile(torch.bfloat16 if bfloat16 else torch.float32, progress=show)
+                engines = loaded.compile(torch.bfloat16 if bfloat16 else torch.float32, tuned, progress=show)
         files = {output.with_name(f"{output.stem}{end}{output.suffix}"): engine for end, engine in engines.items()}
         for path, engine in files.items():
             engine.save(path)
