@@ -12,7 +12,7 @@ from gossamer.errors import SparsityError
 _linalg = cast(Any, torch.linalg)  # without types
 _DEAD = 1e-6
 """The diagonal of an input that was always zero, relative to the mean."""
-_PANEL = 512
+_PANEL = 256
 """Columns that are multiplied at once: only the panels on and above the diagonal are computed."""
 
 
