@@ -50,6 +50,7 @@ class _Stop:
     sites: list[Site] = field(default_factory=list[Site])
     moments: list[list[Moments]] = field(default_factory=list[list[Moments]])
     """By site and matrix; empty until the first inputs."""
+    gate: Callable[[], None] | None = None
     statistics: Statistics = "nothing"
     done: bool = False
     everywhere: bool = False
@@ -74,7 +75,12 @@ class LayerwisePass:
         progress: Callable[[str, int], None],
         changing: Callable[[str, nn.Parameter], None],
         prepare: Prepare | None = None,
+        gates: Mapping[nn.Module, Callable[[], None]] | None = None,
+        dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> None:
+        """`gates` are called when all batches have arrived at a module; weights are rounded to `dtypes`."""
+        self._gates = gates or {}
+        self._dtypes = dtypes or {}
         self._module = module
         self._steps = steps
         self._progress = progress
@@ -126,11 +132,15 @@ class LayerwisePass:
             for step in self._steps:
                 if names & step.shares.keys() and _RANK[step.statistics] > _RANK[stop.statistics]:
                     stop.statistics = step.statistics
-        return [*stops.values(), *norms]
+        # A gate opens before the layer itself is calibrated.
+        return [*(_Stop(layer, gate=gate) for layer, gate in self._gates.items()), *stops.values(), *norms]
 
     def _hook(self, stop: _Stop) -> Callable[..., Any]:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if stop.done:
+                return None
+            if stop.gate is not None:
+                self._lockstep.arrive(stop, ())
                 return None
             layer = stop.layer
             if isinstance(layer, nn.MultiheadAttention):
@@ -208,7 +218,9 @@ class LayerwisePass:
 
     def _process(self, stop: _Stop, moments: list[list[Moments]], walkers: list[Walker[_Stop]]) -> None:
         stop.done = True
-        if isinstance(stop.layer, _BatchNorm):
+        if stop.gate is not None:
+            stop.gate()
+        elif isinstance(stop.layer, _BatchNorm):
             _set_statistics(stop.layer, stop.sums, len(walkers))
         for index, site in enumerate(stop.sites):
             self._change(site, moments[index] if moments else [], walkers)
@@ -241,7 +253,7 @@ class LayerwisePass:
                     problem.weight = step.compress(problem)
                 except SparsityError as error:
                     raise ModifierError(f"'{site.name}' cannot be changed: {error}", step.method) from error
-        site.write([problem.weight for problem in problems])
+        site.write([problem.weight for problem in problems], self._dtypes.get(site.name))
         self._changed = True
         self._left.pop(site.name, None)
         self._progress(site.name, site.parameter.numel())

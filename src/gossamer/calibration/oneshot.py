@@ -17,8 +17,9 @@ from gossamer.calibration.layerwise import LayerwisePass, Step
 from gossamer.calibration.profiles import shares_of
 from gossamer.calibration.sites import site_of
 from gossamer.calibration.smoothing import smooth
+from gossamer.calibration.streaming import stream
 from gossamer.engine import Manager
-from gossamer.errors import GossamerError, ModifierError, RecipeError, short_error
+from gossamer.errors import GossamerError, ModifierError, RecipeError, file_error, short_error
 from gossamer.model import expect_model, unwrap
 from gossamer.model.example_inputs import Arguments
 from gossamer.model.parameters import get_tensor
@@ -33,11 +34,13 @@ Train = Callable[[nn.Module, Manager], None]
 
 
 def oneshot(
-    model: nn.Module,
+    model: nn.Module | str | os.PathLike[str],
     *,
     recipe: RecipeLike,
     data: Any = None,
     dataset: Any = None,
+    output: str | os.PathLike[str] | None = None,
+    output_dir: str | os.PathLike[str] | None = None,
     tokenizer: Any = None,
     processor: Any = None,
     num_calibration_samples: int | None = None,
@@ -45,28 +48,51 @@ def oneshot(
     stage: str | None = None,
     train: Train | None = None,
     progress: Progress | None = None,
-) -> nn.Module:
+) -> nn.Module | None:
     """Run the one-shot stages of a recipe on a trained model, in place, and return it.
 
     `data`, or `dataset`, is a loader or list of tensors, tuples or dicts, of texts if there is a `tokenizer`, or the
     path of a text file. Of it, `num_calibration_samples` are used (512), texts with `max_seq_length` tokens. Stages run
     in the recipe's order, or only `stage`; those with `run_type: train` are given to `train`. If anything fails, the
     model is as it was before.
+
+    The model may be a folder that Transformers has written: it is read block by block, and the result is written to
+    `output`, or `output_dir`, as it is ready. A model in memory is saved there with its `save_pretrained`.
     """
-    expect_model(model, "oneshot")
-    if data is not None and dataset is not None:
-        raise GossamerError("expected one of data and dataset, found both", "dataset")
-    stages = _stages(_recipe_of(recipe), stage, train)
+    for first, second, name in ((data, dataset, "dataset"), (output, output_dir, "output_dir")):
+        if first is not None and second is not None:
+            raise GossamerError(f"gives the same as {'data' if name == 'dataset' else 'output'}; drop one", name)
     given = dataset if data is None else data
+    target = output if output is not None else output_dir
+    text = tokenizer if tokenizer is not None else processor
+    read = _recipe_of(recipe)
+    if isinstance(model, str | os.PathLike):
+        stages = _stages(read, stage, None)
+        if target is None:
+            raise GossamerError("a model in a folder needs a folder for the result", "output")
+        if len(stages) > 1:
+            raise RecipeError(f"{read.name}: choose one stage with stage=, because a folder is read once")
+        stream(
+            Path(model),
+            Path(target),
+            stages[0][0],
+            given,
+            recipe=repr((read.text, stage)),
+            tokenizer=text,
+            samples=num_calibration_samples,
+            length=max_seq_length,
+            progress=progress or _silent,
+        )
+        return None
+    expect_model(model, "oneshot")
+    if target is not None:
+        _check_output(model, Path(target))
+    stages = _stages(read, stage, train)
     module = unwrap(model)
     batches: list[Arguments] | None = None
     if given is not None:
         batches = calibration_batches(
-            given,
-            module,
-            tokenizer=tokenizer if tokenizer is not None else processor,
-            samples=num_calibration_samples,
-            length=max_seq_length,
+            given, module, tokenizer=text, samples=num_calibration_samples, length=max_seq_length
         )
     with _as_before_on_error(module) as changing:
         for modifiers, training in stages:
@@ -75,7 +101,18 @@ def oneshot(
                 train(model, Manager(Recipe.of(modifiers)))
             else:
                 _run_stage(module, modifiers, batches, changing, progress or _silent)
+    if target is not None:
+        for part in (module, text):
+            if hasattr(part, "save_pretrained"):
+                cast(Any, part).save_pretrained(str(target))
     return model
+
+
+def _check_output(model: nn.Module, target: Path) -> None:
+    if not hasattr(unwrap(model), "save_pretrained"):
+        raise GossamerError(f"{type(model).__name__} has no save_pretrained; save its state_dict yourself", "output")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise file_error(target, "exists and is not empty; choose another output")
 
 
 def _recipe_of(recipe: RecipeLike) -> Recipe:

@@ -45,9 +45,11 @@ class Site(ABC):
     def samples(self, inputs: Tensor) -> list[list[Tensor]]:
         """By matrix: the inputs as `(samples, columns)`, in chunks."""
 
-    def write(self, matrices: Sequence[Tensor]) -> None:
+    def write(self, matrices: Sequence[Tensor], dtype: torch.dtype | None = None) -> None:
+        """Overwrite the weight, rounded to `dtype` if it is stored in another one than it computes in."""
+        weight = self.weight(matrices)
         with torch.no_grad():
-            self.parameter.copy_(self.weight(matrices))
+            self.parameter.copy_(weight if dtype is None else weight.to(dtype))
 
 
 class LinearSite(Site):
