@@ -200,7 +200,9 @@ def test_sparsities_are_given_for_each_target_or_by_name() -> None:
         gossamer.oneshot(llama(), recipe=recipe(listed.replace("0.75]", "0.75, 0.5]")), data=tokens())
 
 
-@pytest.mark.parametrize("profile", ["owl, owl_m: 2, owl_lmbda: 0.1", "OWL", "alpha", "alpha, owl_lmbda: 0.1"])
+@pytest.mark.parametrize(
+    "profile", ["owl, owl_m: 2, owl_lmbda: 0.1", "OWL", "alpha", "alpha, owl_lmbda: 0.1", "measured"]
+)
 def test_profiles_give_blocks_different_sparsities_with_the_same_total(profile: str) -> None:
     model = llama(num_hidden_layers=3)
     gossamer.oneshot(
@@ -212,6 +214,47 @@ def test_profiles_give_blocks_different_sparsities_with_the_same_total(profile: 
     sizes = [sum(value.numel() for value in block.parameters() if value.dim() > 1) for block in model.model.layers]
     assert len(set(zeros)) > 1
     assert sum(zeros) / sum(sizes) == pytest.approx(0.6, abs=1e-3)
+
+
+@pytest.mark.parametrize("method", ["SparseGPTModifier", "WandaPruningModifier"])
+@pytest.mark.parametrize(("build", "data"), [(llama, tokens), (network, images)], ids=["llama", "network"])
+def test_permuted_two_of_four_loses_less_and_the_order_changes_no_output(method: str, build: Any, data: Any) -> None:
+    kept = []
+    targets = "targets: ['3', '6', '10']" if build is network else "targets: ['re:.*proj']"
+    for extra in ("", ", permute: true"):
+        model = build().eval()
+        with torch.no_grad():
+            before = torch.cat([model(batch)["logits"] if build is llama else model(batch) for batch in data()])
+        fields = f"{{mask_structure: '2:4', {targets}{extra}}}"
+        gossamer.oneshot(model, recipe=recipe(f"{method}: {fields}"), data=data())
+        with torch.no_grad():
+            after = torch.cat([model(batch)["logits"] if build is llama else model(batch) for batch in data()])
+        kept.append(float((after - before).square().mean()))
+        pruned = [
+            value for name, value in model.named_parameters() if "proj" in name or name in ("6.weight", "10.weight")
+        ]
+        assert pruned
+        assert all(NM(2, 4).violations(value) == 0 for value in pruned)
+    assert kept[1] != kept[0]
+    assert kept[1] < 1.1 * kept[0]
+
+
+def test_an_allocation_is_measured_on_the_outputs_of_the_whole_model() -> None:
+    errors = {}
+    for profile in ("uniform", "measured"):
+        model = network().eval()
+        with torch.no_grad():
+            model[6].weight.mul_(0.02)  # hardly matters
+            model[6].bias.mul_(40)
+        before = torch.cat([model(batch).detach() for batch in images()])
+        method = f"WandaPruningModifier: {{sparsity: 0.5, sparsity_profile: {profile}}}"
+        gossamer.oneshot(model, recipe=recipe(method), data=images())
+        after = torch.cat([model(batch).detach() for batch in images()])
+        errors[profile] = float((after - before).square().mean())
+        if profile == "measured":
+            sparsities = zero_shares(model, "weight")
+    assert sparsities["6.weight"] == pytest.approx(0.6, abs=0.01)
+    assert errors["measured"] < errors["uniform"]
 
 
 def test_prune_and_quantize_in_one_pass_keeps_the_zeros() -> None:

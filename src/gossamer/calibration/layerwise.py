@@ -73,7 +73,7 @@ class LayerwisePass:
         batches: Sequence[Arguments],
         *,
         progress: Callable[[str, int], None],
-        changing: Callable[[str, nn.Parameter], None],
+        changing: Callable[[str, Tensor], None],
         prepare: Prepare | None = None,
         gates: Mapping[nn.Module, Callable[[], None]] | None = None,
         dtypes: Mapping[str, torch.dtype] | None = None,

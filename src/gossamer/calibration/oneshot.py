@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gossamer.calibration.data import calibration_batches
 from gossamer.calibration.layerwise import LayerwisePass, Step
+from gossamer.calibration.permutation import permute
 from gossamer.calibration.profiles import shares_of
 from gossamer.calibration.sites import site_of
 from gossamer.calibration.smoothing import smooth
@@ -157,7 +158,7 @@ def _run_stage(
     module: nn.Module,
     modifiers: Sequence[Modifier],
     batches: list[Arguments] | None,
-    changing: Callable[[str, nn.Parameter], None],
+    changing: Callable[[str, Tensor], None],
     progress: Progress,
 ) -> None:
     """Run the modifiers of one stage in their order; neighbours that change layers share a pass over the model."""
@@ -190,12 +191,12 @@ def change_layers(
     module: nn.Module,
     modifiers: Sequence[LayerModifier],
     batches: list[Arguments] | None,
-    changing: Callable[[str, nn.Parameter], None],
+    changing: Callable[[str, Tensor], None],
     progress: Progress,
 ) -> None:
     """Change the layers that the modifiers name, in one pass if any of them needs data."""
     with evaluating(module):
-        steps = [step_of(modifier, module, batches) for modifier in modifiers]
+        steps = [step_of(modifier, module, batches, changing) for modifier in modifiers]
         names = dict.fromkeys(name for step in steps for name in step.shares)
         total = sum(site_of(module, name).parameter.numel() for name in names)
         done = 0
@@ -221,7 +222,12 @@ def change_layers(
             advance(name, site.parameter.numel())
 
 
-def step_of(modifier: LayerModifier, module: nn.Module, batches: list[Arguments] | None) -> Step:
+def step_of(
+    modifier: LayerModifier,
+    module: nn.Module,
+    batches: list[Arguments] | None,
+    changing: Callable[[str, Tensor], None],
+) -> Step:
     """What a modifier does to a model."""
     with _of_modifier(modifier):
         shares = modifier.plan(module)
@@ -229,7 +235,7 @@ def step_of(modifier: LayerModifier, module: nn.Module, batches: list[Arguments]
             required(batches, modifier)
         if isinstance(modifier, OneShotPruningModifier):
             if modifier.permute:
-                raise ModifierError("is not supported yet", "permute")
+                permute(module, modifier, list(shares), batches or [], run_batch, changing)
             shares = shares_of(modifier, module, shares, batches or [], run_batch)
         return Step(modifier.name, shares, modifier.statistics, modifier.compressor(module))
 
@@ -276,12 +282,12 @@ def evaluating(module: nn.Module) -> Generator[None]:
 
 
 @contextmanager
-def _as_before_on_error(module: nn.Module) -> Generator[Callable[[str, nn.Parameter], None]]:
+def _as_before_on_error(module: nn.Module) -> Generator[Callable[[str, Tensor], None]]:
     """Yields a function that remembers a parameter before it changes; an error writes all of them back."""
     before: dict[str, Tensor] = {}
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers() if name.endswith(_NORM)}
 
-    def changing(name: str, parameter: nn.Parameter) -> None:
+    def changing(name: str, parameter: Tensor) -> None:
         if name not in before:
             before[name] = parameter.detach().clone()
 

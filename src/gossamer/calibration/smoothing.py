@@ -24,7 +24,7 @@ def smooth(
     modifier: SmoothQuantModifier,
     batches: Sequence[Arguments],
     run: Callable[[nn.Module, Arguments], None],
-    changing: Callable[[str, nn.Parameter], None],
+    changing: Callable[[str, Tensor], None],
 ) -> None:
     """Scale the norms that the modifier names; raises `ModifierError` where this would change what a model computes."""
     pairs = modifier.resolve(module)

@@ -170,8 +170,8 @@ def least_cost(
 ) -> dict[str, float]:
     """The sparsities with the least sum of measured costs.
 
-    `costs` has, by layer, the measured cost at some sparsities, with 0 among them; between them the lower convex hull
-    counts. No layer goes beyond its last sparsity.
+    `costs` has, by layer, the measured cost at some sparsities; between them the lower convex hull counts. No layer
+    goes below its first sparsity or beyond its last.
 
     >>> least_cost({"a": {0.0: 0.0, 0.5: 1.0, 1.0: 9.0}, "b": {0.0: 0.0, 0.5: 3.0, 1.0: 7.0}}, {"a": 8, "b": 8}, 0.5)
     {'a': 0.5, 'b': 0.5}
@@ -181,10 +181,10 @@ def least_cost(
         for name, curve in costs.items()
         for (start, before), (share, cost) in pairwise(_lower_hull(curve))
     ]
-    left = sparsity * sum(sizes[name] for name in costs)
-    if sum(width for *_, width in segments) < left * (1 - 1e-9):
+    zeros = {name: min(curve) * sizes[name] for name, curve in costs.items()}
+    left = sparsity * sum(sizes[name] for name in costs) - sum(zeros.values())
+    if not -1e-6 <= left <= sum(width for *_, width in segments) + 1e-6:
         raise SparsityError(f"sparsity {sparsity:g} is beyond what was measured; measure higher sparsities")
-    zeros = dict.fromkeys(costs, 0.0)
     for _, name, width in sorted(segments, key=lambda segment: segment[0]):
         taken = min(width, left)
         zeros[name] += taken
