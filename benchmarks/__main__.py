@@ -31,6 +31,8 @@ from benchmarks.measuring import Benchmark, Row, Watch
 from benchmarks.methods_accuracy import methods_accuracy, methods_accuracy_on_digits
 from benchmarks.nm_masks import nm_masks
 from benchmarks.obs_accuracy import obs_accuracy, obs_accuracy_on_cifar, obs_accuracy_on_digits
+from benchmarks.oneshot_accuracy import oneshot_accuracy_on_cifar, oneshot_accuracy_on_digits
+from benchmarks.oneshot_memory import oneshot_memory
 from benchmarks.permutation_search import permutation_of_resnet50, permutation_search, permutation_search_large
 from benchmarks.quantized_speed import quantized_speed
 from benchmarks.runner_speed import runner_speed
@@ -64,6 +66,8 @@ LONG: dict[str, Benchmark] = {
     "runtime-all": runtime_speed_of_all,
     "methods-accuracy-digits": methods_accuracy_on_digits,
     "obs-accuracy-digits": obs_accuracy_on_digits,
+    "oneshot-memory": oneshot_memory,
+    "oneshot-accuracy-digits": oneshot_accuracy_on_digits,
 }
 ON_DATA: dict[str, Callable[[Watch, Path | None], Iterable[Row]]] = {
     "2of4-accuracy": two_of_four_accuracy,
@@ -77,8 +81,8 @@ ON_DATA: dict[str, Callable[[Watch, Path | None], Iterable[Row]]] = {
 """Long ones that need Fashion-MNIST, or take it where it is given."""
 ON_PHOTOGRAPHS = {"detection-accuracy": detection_accuracy}
 """A long one that also takes photographs with boxes."""
-ON_CIFAR = {"obs-accuracy-cifar": obs_accuracy_on_cifar}
-"""A long one that needs CIFAR-10."""
+ON_CIFAR = {"obs-accuracy-cifar": obs_accuracy_on_cifar, "oneshot-accuracy-cifar": oneshot_accuracy_on_cifar}
+"""Long ones that need CIFAR-10."""
 ON_WEIGHTS = {"runtime-trained": trained_masks}
 """A long one that needs weights of trained networks."""
 COLOURS = {"met": "green", "accepted": "yellow", "missed": "red"}
