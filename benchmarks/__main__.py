@@ -32,6 +32,7 @@ from benchmarks.methods_accuracy import methods_accuracy, methods_accuracy_on_di
 from benchmarks.nm_masks import nm_masks
 from benchmarks.obs_accuracy import obs_accuracy, obs_accuracy_on_cifar, obs_accuracy_on_digits
 from benchmarks.oneshot_accuracy import oneshot_accuracy_on_cifar, oneshot_accuracy_on_digits
+from benchmarks.oneshot_language import oneshot_language
 from benchmarks.oneshot_memory import oneshot_memory
 from benchmarks.permutation_search import permutation_of_resnet50, permutation_search, permutation_search_large
 from benchmarks.quantized_speed import quantized_speed
@@ -83,6 +84,8 @@ ON_PHOTOGRAPHS = {"detection-accuracy": detection_accuracy}
 """A long one that also takes photographs with boxes."""
 ON_CIFAR = {"obs-accuracy-cifar": obs_accuracy_on_cifar, "oneshot-accuracy-cifar": oneshot_accuracy_on_cifar}
 """Long ones that need CIFAR-10."""
+ON_LANGUAGE = {"oneshot-language": oneshot_language}
+"""A long one that needs the folder of a language model with two texts."""
 ON_WEIGHTS = {"runtime-trained": trained_masks}
 """A long one that needs weights of trained networks."""
 COLOURS = {"met": "green", "accepted": "yellow", "missed": "red"}
@@ -91,7 +94,7 @@ console = Console(highlight=False)
 
 
 def main() -> None:
-    known = [*SHORT, *LONG, *ON_DATA, *ON_CIFAR, *ON_PHOTOGRAPHS, *ON_WEIGHTS]
+    known = [*SHORT, *LONG, *ON_DATA, *ON_CIFAR, *ON_PHOTOGRAPHS, *ON_WEIGHTS, *ON_LANGUAGE]
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure what Gossamer costs.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which to run: {', '.join(known)}")
     parser.add_argument("--all", action="store_true", help="the long ones too")
@@ -99,6 +102,7 @@ def main() -> None:
     parser.add_argument("--cifar", type=Path, metavar="DIR", help="the folder with CIFAR-10's binary files")
     parser.add_argument("--photographs", type=Path, metavar="DIR", help="a folder with train.json, val.json, images/")
     parser.add_argument("--weights", type=Path, metavar="DIR", help="a folder with model.json or model.safetensors")
+    parser.add_argument("--language", type=Path, metavar="DIR", help="a folder with model/, calibration.txt, test.txt")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     options = parser.parse_args()
     for name in options.names:
@@ -110,6 +114,7 @@ def main() -> None:
     benchmarks = SHORT | LONG | {name: partial(_on_data, on_data, options.data) for name, on_data in ON_DATA.items()}
     benchmarks |= {name: partial(_on_data, on_cifar, options.cifar) for name, on_cifar in ON_CIFAR.items()}
     benchmarks |= {name: partial(_on_data, trained, options.weights) for name, trained in ON_WEIGHTS.items()}
+    benchmarks |= {name: partial(_on_data, language, options.language) for name, language in ON_LANGUAGE.items()}
     for name, benchmark in ON_PHOTOGRAPHS.items():
         if name in chosen and options.photographs is None:
             console.print(f"{name}: without photographs; --photographs DIR names them", style="yellow")

@@ -77,7 +77,8 @@ def _write_checkpoint(folder: Path) -> int:
     square, wide, tall = (HIDDEN, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)
     layers: dict[str, tuple[int, ...]] = {f"self_attn.{name}_proj": square for name in "qkvo"}
     layers |= {"mlp.gate_proj": wide, "mlp.up_proj": wide, "mlp.down_proj": tall}
-    files = {
+    files: dict[str, dict[str, tuple[int, ...]]] = {}
+    files |= {
         "model-embed.safetensors": {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "model.norm.weight": (HIDDEN,)}
     }
     for block in range(BLOCKS):
