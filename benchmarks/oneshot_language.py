@@ -1,6 +1,6 @@
 """Perplexity and time of one-shot methods on a small language model, with llm-compressor beside them if it is there.
 
-The folder has `model/` (Transformers), `calibration.txt` and `test.txt`; `benchmarks.oneshot_texts` makes it from public
+The folder has `model/` (Transformers), `calibration.txt` and `test.txt`; `benchmarks.oneshot_texts` makes it of public
 packages. llm-compressor runs in an environment of its own: GOSSAMER_PEER is the path of its interpreter.
 """
 

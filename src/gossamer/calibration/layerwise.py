@@ -38,10 +38,6 @@ class Step:
     compress: Compressor
 
 
-Prepare = Callable[[Site, list[LayerProblem], list[Walker["_Stop"]]], None]
-"""Called before the methods of a layer, which it may change together with the inputs that wait."""
-
-
 @dataclass(eq=False)
 class _Stop:
     """A layer that batches wait for: its weights, or batch norm."""
@@ -74,7 +70,6 @@ class LayerwisePass:
         *,
         progress: Callable[[str, int], None],
         changing: Callable[[str, Tensor], None],
-        prepare: Prepare | None = None,
         gates: Mapping[nn.Module, Callable[[], None]] | None = None,
         dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> None:
@@ -85,7 +80,6 @@ class LayerwisePass:
         self._steps = steps
         self._progress = progress
         self._changing = changing
-        self._prepare = prepare
         self._changed = False
         self._left = dict.fromkeys(name for step in steps for name in step.shares)
         self._before: dict[int, tuple[Tensor, int, _Stop]] = {}
@@ -169,7 +163,7 @@ class LayerwisePass:
         elif stop.statistics != "nothing":
             if (known := self._known(stop, inputs, walker)) is not None:
                 # Every batch has been at that layer, and nothing has changed the inputs since.
-                self._process(stop, known, [])
+                self._process(stop, known)
                 self._lockstep.check()
                 return inputs
             self._add(stop, inputs, walker)
@@ -214,23 +208,23 @@ class LayerwisePass:
 
     def _arrived(self, stop: _Stop, walkers: list[Walker[_Stop]]) -> None:
         stop.everywhere = len(walkers) == len(self._lockstep.walkers)
-        self._process(stop, stop.moments, walkers)
+        self._process(stop, stop.moments)
 
-    def _process(self, stop: _Stop, moments: list[list[Moments]], walkers: list[Walker[_Stop]]) -> None:
+    def _process(self, stop: _Stop, moments: list[list[Moments]]) -> None:
         stop.done = True
         if stop.gate is not None:
             stop.gate()
         elif isinstance(stop.layer, _BatchNorm):
-            _set_statistics(stop.layer, stop.sums, len(walkers))
+            _set_statistics(stop.layer, stop.sums, len(self._lockstep.walkers))
         for index, site in enumerate(stop.sites):
-            self._change(site, moments[index] if moments else [], walkers)
+            self._change(site, moments[index] if moments else [])
         if not self._left and not self._norms_left():
             self._lockstep.end()
 
     def _norms_left(self) -> bool:
         return any(not stop.done for stop in self._stops if isinstance(stop.layer, _BatchNorm))
 
-    def _change(self, site: Site, moments: list[Moments], walkers: list[Walker[_Stop]]) -> None:
+    def _change(self, site: Site, moments: list[Moments]) -> None:
         if any(not known.finite for known in moments):
             raise GossamerError(
                 f"data: the inputs of '{site.name}' are NaN or infinite; check the data, the weights, and that the "
@@ -242,8 +236,6 @@ class LayerwisePass:
             for index, matrix in enumerate(matrices)
         ]
         self._changing(site.name, site.parameter)
-        if self._prepare is not None:
-            self._prepare(site, problems, walkers)
         for step in self._steps:
             if site.name not in step.shares:
                 continue

@@ -68,7 +68,6 @@ def _outliers(
     norms = observed_norms(module, [name for names in groups.values() for name in names], batches, run)
     shares: dict[str, float] = {}
     for group, names in groups.items():
-        count, total, size = 0, 0.0, 0
         scores = [
             wanda_scores(matrix, known.norms)
             for name in names

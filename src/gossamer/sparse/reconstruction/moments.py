@@ -94,8 +94,9 @@ def inverse_factor(gram: Tensor, damping: float) -> Tensor:
             "on more samples"
         )
     upper = decomposed[0].flip(0, 1)
-    identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    factor: Tensor = _linalg.solve_triangular(upper, identity, upper=True)
+    del decomposed  # for wide layers, each of these matrices is a large part of the memory
+    factor = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    _linalg.solve_triangular(upper, factor, upper=True, out=factor)
     return factor
 
 
