@@ -32,6 +32,9 @@ from benchmarks.measuring import Benchmark, Row, Watch
 from benchmarks.methods_accuracy import methods_accuracy, methods_accuracy_on_digits
 from benchmarks.nm_masks import nm_masks
 from benchmarks.obs_accuracy import obs_accuracy, obs_accuracy_on_cifar, obs_accuracy_on_digits
+from benchmarks.oneshot_accuracy import oneshot_accuracy_on_cifar, oneshot_accuracy_on_digits
+from benchmarks.oneshot_language import oneshot_language
+from benchmarks.oneshot_memory import oneshot_memory
 from benchmarks.permutation_search import permutation_of_resnet50, permutation_search, permutation_search_large
 from benchmarks.quantized_speed import quantized_speed
 from benchmarks.runner_speed import runner_speed
@@ -66,6 +69,8 @@ LONG: dict[str, Benchmark] = {
     "runtime-all": runtime_speed_of_all,
     "methods-accuracy-digits": methods_accuracy_on_digits,
     "obs-accuracy-digits": obs_accuracy_on_digits,
+    "oneshot-memory": oneshot_memory,
+    "oneshot-accuracy-digits": oneshot_accuracy_on_digits,
 }
 ON_DATA: dict[str, Callable[[Watch, Path | None], Iterable[Row]]] = {
     "2of4-accuracy": two_of_four_accuracy,
@@ -79,8 +84,10 @@ ON_DATA: dict[str, Callable[[Watch, Path | None], Iterable[Row]]] = {
 """Long ones that need Fashion-MNIST, or take it where it is given."""
 ON_PHOTOGRAPHS = {"detection-accuracy": detection_accuracy}
 """A long one that also takes photographs with boxes."""
-ON_CIFAR = {"obs-accuracy-cifar": obs_accuracy_on_cifar}
-"""A long one that needs CIFAR-10."""
+ON_CIFAR = {"obs-accuracy-cifar": obs_accuracy_on_cifar, "oneshot-accuracy-cifar": oneshot_accuracy_on_cifar}
+"""Long ones that need CIFAR-10."""
+ON_LANGUAGE = {"oneshot-language": oneshot_language}
+"""A long one that needs the folder of a language model with two texts."""
 ON_WEIGHTS = {"runtime-trained": trained_masks}
 """A long one that needs weights of trained networks."""
 COLOURS = {"met": "green", "accepted": "yellow", "missed": "red"}
@@ -89,7 +96,7 @@ console = Console(highlight=False)
 
 
 def main() -> None:
-    known = [*SHORT, *LONG, *ON_DATA, *ON_CIFAR, *ON_PHOTOGRAPHS, *ON_WEIGHTS]
+    known = [*SHORT, *LONG, *ON_DATA, *ON_CIFAR, *ON_PHOTOGRAPHS, *ON_WEIGHTS, *ON_LANGUAGE]
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure what Gossamer costs.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which to run: {', '.join(known)}")
     parser.add_argument("--all", action="store_true", help="the long ones too")
@@ -97,6 +104,7 @@ def main() -> None:
     parser.add_argument("--cifar", type=Path, metavar="DIR", help="the folder with CIFAR-10's binary files")
     parser.add_argument("--photographs", type=Path, metavar="DIR", help="a folder with train.json, val.json, images/")
     parser.add_argument("--weights", type=Path, metavar="DIR", help="a folder with model.json or model.safetensors")
+    parser.add_argument("--language", type=Path, metavar="DIR", help="a folder with model/, calibration.txt, test.txt")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     options = parser.parse_args()
     for name in options.names:
@@ -108,6 +116,7 @@ def main() -> None:
     benchmarks = SHORT | LONG | {name: partial(_on_data, on_data, options.data) for name, on_data in ON_DATA.items()}
     benchmarks |= {name: partial(_on_data, on_cifar, options.cifar) for name, on_cifar in ON_CIFAR.items()}
     benchmarks |= {name: partial(_on_data, trained, options.weights) for name, trained in ON_WEIGHTS.items()}
+    benchmarks |= {name: partial(_on_data, language, options.language) for name, language in ON_LANGUAGE.items()}
     for name, benchmark in ON_PHOTOGRAPHS.items():
         if name in chosen and options.photographs is None:
             console.print(f"{name}: without photographs; --photographs DIR names them", style="yellow")

@@ -11,6 +11,7 @@ from gossamer.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from gossamer import create
+    from gossamer.calibration import oneshot
     from gossamer.engine import Manager
     from gossamer.errors import GossamerError, RecipeError
     from gossamer.export.load import load
@@ -27,6 +28,7 @@ __all__ = [
     "compose",
     "create",
     "load",
+    "oneshot",
     "recalibrate",
     "register",
 ]
@@ -41,6 +43,7 @@ _HOMES = {
     "compose": "recipe",
     "load": "export.load",
     "Manager": "engine",
+    "oneshot": "calibration",
 }
 _PARTS = ("create", "export", "quantization")
 """Modules that are attributes of this one without an import of their own."""

@@ -58,7 +58,7 @@ def test_a_rule_between_fields_points_at_the_field_it_names() -> None:
 
 
 def test_an_error_for_a_modifier_of_sparseml_names_the_alternative() -> None:
-    assert "use OBSPruningModifier instead" in problems("modifiers: [!SparseGPTModifier {sparsity: 0.5}]")[0]
+    assert "use SmoothQuantModifier instead" in problems("modifiers: [!LogarithmicEqualizationModifier {}]")[0]
 
 
 def test_a_wrong_value_from_an_alias_or_expression_is_reported_at_the_field() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy
 import pytest
 import torch
 from hypothesis import assume, given
@@ -20,6 +21,10 @@ from gossamer.sparse import (
     energy_kept,
     erdos_renyi,
     global_masks,
+    heavy_tailed,
+    least_cost,
+    outlier_weighted,
+    tail_exponent,
     uniform,
     within_reach,
 )
@@ -338,3 +343,46 @@ def test_the_power_bends_the_densities_of_erdos_renyi() -> None:
         assert density["a"] / density["b"] == pytest.approx((raw["a"] / raw["b"]) ** power, rel=1e-3)
     with pytest.raises(SparsityError, match="power -1"):
         erdos_renyi(named, 0.9, power=-1)
+
+
+@given(
+    values=st.lists(st.floats(0, 10), min_size=1, max_size=6),
+    sizes=st.lists(st.integers(1, 1000), min_size=6, max_size=6),
+    sparsity=st.floats(0, 1),
+    spread=st.floats(0, 1),
+)
+def test_owl_and_alpha_pruning_reach_the_target_within_the_bounds(
+    values: list[float], sizes: list[int], sparsity: float, spread: float
+) -> None:
+    named = {str(index): value for index, value in enumerate(values)}
+    weights = dict(zip(named, sizes, strict=False))
+    for allocation in (outlier_weighted, heavy_tailed):
+        found = allocation(named, weights, sparsity, spread)
+        reached = sum(found[name] * weights[name] for name in named) / sum(weights[name] for name in named)
+        assert reached == pytest.approx(sparsity, abs=1e-6)
+        assert all(0 <= share <= 1 for share in found.values())
+    owl = outlier_weighted(named, weights, 0.5, 0.1)
+    assert max(owl.values()) - min(owl.values()) <= 0.2 + 1e-9
+    order = sorted(named, key=lambda name: named[name])
+    assert [owl[name] for name in order] == sorted(owl.values(), reverse=True)
+
+
+def test_hills_estimator_recovers_the_exponent_of_a_power_law() -> None:
+    eigenvalues = (1 - (torch.arange(2000, dtype=torch.float64) + 0.5) / 2000) ** (-1 / (3.0 - 1))
+    assert tail_exponent(eigenvalues.sqrt().diag()) == pytest.approx(3.0, rel=0.02)
+
+
+def test_the_least_cost_is_not_above_that_of_any_other_split() -> None:
+    curves = {"a": {0.0: 0.0, 0.3: 0.1, 0.6: 0.5, 0.9: 4.0}, "b": {0.0: 0.0, 0.3: 0.6, 0.6: 0.7, 0.9: 2.0}}
+    sizes = {"a": 100, "b": 50}
+
+    def cost(name: str, share: float) -> float:
+        levels = {"a": curves["a"], "b": {0.0: 0.0, 0.6: 0.7, 0.9: 2.0}}[name]
+        return float(numpy.interp(share, list(levels), list(levels.values())))
+
+    found = least_cost(curves, sizes, 0.5)
+    assert sum(found[name] * sizes[name] for name in sizes) == pytest.approx(75)
+    best = min(cost("a", a / 1000) + cost("b", (75 - a / 10) / 50) for a in range(300, 900))
+    assert cost("a", found["a"]) + cost("b", found["b"]) <= best + 1e-9
+    with pytest.raises(SparsityError, match="beyond what was measured"):
+        least_cost(curves, sizes, 0.95)

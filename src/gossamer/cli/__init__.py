@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from gossamer.cli import analyze, benchmark, compile, create, export, nm, recipe, runs
+from gossamer.cli import analyze, benchmark, compile, create, export, nm, oneshot, recipe, runs
 from gossamer.cli.console import say
 
 __all__ = ["app", "main"]
@@ -32,6 +32,9 @@ app.command(epilog="Example: gossamer train configs/cls/resnet/res18.yaml --data
 app.command(epilog="Example: gossamer resume runs/res18")(runs.resume)
 app.command("eval", epilog="Example: gossamer eval runs/res18 --set dataset.test.batch_size=64")(runs.evaluate)
 app.command(epilog="Example: gossamer export runs/res18_ampere_sparse --format onnx")(export.export)
+app.command(epilog="Example: gossamer oneshot path/to/llama --recipe recipe.yaml --data corpus.txt -o llama-sparse")(
+    oneshot.oneshot
+)
 app.command(epilog="Example: gossamer compare runs/res18 runs/res18_amba_sparse runs/res18_ampere_sparse")(runs.compare)
 app.command(epilog="Example: gossamer benchmark dense.onnx sparse.onnx --threads 2")(benchmark.benchmark)
 app.command("compile", epilog="Example: gossamer compile runs/res18_amba_sparse -o model.gossamer")(

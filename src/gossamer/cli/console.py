@@ -131,12 +131,23 @@ def show_json(value: object) -> None:
 
 
 @contextmanager
-def progress(title: str, quiet: bool) -> Generator[Show]:
-    """Show a progress bar on stderr, on terminals only; without a title it appears with the first task."""
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+def progress(title: str, quiet: bool, *, remaining: bool = False) -> Generator[Show]:
+    """Show a progress bar on stderr, on terminals only; without a title it appears with the first task.
+
+    `remaining` shows the time left in place of the time passed.
+    """
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     # Names of layers and files may contain brackets, which are not markup.
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+    time = TimeRemainingColumn() if remaining else TimeElapsedColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), time
     with Progress(*columns, console=err, transient=True, disable=quiet or not err.is_terminal) as bar:
         task = bar.add_task(title, total=1.0, visible=bool(title))
 

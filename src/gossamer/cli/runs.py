@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from typer import Argument, Option
 
-from gossamer.cli.console import out, progress, reports_errors, say, show_json
+from gossamer.cli.console import amount, out, percent, progress, reports_errors, say, show_json
 from gossamer.cli.options import AsJson, Data, Imports, Sets
+from gossamer.errors import GossamerError
 from gossamer.runner.formatting import format_size
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ def train(
     if processes != 1:
         _launch(processes)
     if evaluate_only:
-        evaluate(config, None, sets, data, None, processes, as_json)
+        evaluate(config, sets=sets, data=data, processes=processes, as_json=as_json)
         return
     from gossamer.runner.runs import run
 
@@ -64,6 +66,11 @@ def evaluate(
     weights: Annotated[
         Path | None, Option(metavar="FILE|RUN", help="Weights instead of the run's best checkpoint.")
     ] = None,
+    text: Annotated[
+        Path | None,
+        Option("--perplexity", metavar="FILE", help="Measure a folder of Transformers on a text instead."),
+    ] = None,
+    length: Annotated[int | None, Option("--length", metavar="N", help="Tokens of a sequence of the text.")] = None,
     sets: Sets = None,
     data: Data = None,
     imports: Imports = None,
@@ -71,6 +78,11 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Test the weights of --weights or saver.resume_model, else the best checkpoint of a run, else its last."""
+    if text is not None:
+        _show_perplexity(config, text, length, as_json)
+        return
+    if length is not None:
+        raise GossamerError("used with --perplexity only", "--length")
     if processes != 1:
         _launch(processes)
     from gossamer.runner.runs import describe_source
@@ -129,6 +141,19 @@ def report(
         show_json({"file": str(path), "bytes": path.stat().st_size, "runs": [str(folder) for folder in folders]})
         return
     say(f"{path}: {format_size(path.stat().st_size)}")
+
+
+def _show_perplexity(folder: Path, text: Path, length: int | None, as_json: bool) -> None:
+    from gossamer.calibration.perplexity import perplexity
+
+    with progress("", as_json, remaining=True) as show:
+        found = perplexity(folder, text, length=length, progress=show)
+    if as_json:
+        show_json({"model": str(folder), "text": str(text), **asdict(found)})
+        return
+    say(f"perplexity {found.value:.2f} on {amount(found.tokens)} tokens of {text}, in sequences of {found.length}")
+    if found.zeros:
+        say(f"{percent(found.zeros / found.weights)} of {amount(found.weights)} weights are zero")
 
 
 def _launch(processes: int) -> NoReturn:

@@ -24,6 +24,13 @@ if TYPE_CHECKING:
         OBSPruningModifier,
     )
     from gossamer.modifiers.learned import ProbMaskPruningModifier, STRPruningModifier
+    from gossamer.modifiers.oneshot import (
+        ALPSPruningModifier,
+        GPTQModifier,
+        SmoothQuantModifier,
+        SparseGPTModifier,
+        WandaPruningModifier,
+    )
     from gossamer.modifiers.pruning import ConstantPruningModifier, PruningModifier
     from gossamer.modifiers.quantization import QuantizationModifier
     from gossamer.modifiers.structure import LayerPruningModifier, LayerThinningModifier, StructuredPruningModifier
@@ -43,10 +50,12 @@ if TYPE_CHECKING:
 __all__ = [
     "ACDCPruningModifier",
     "ADMMPruningModifier",
+    "ALPSPruningModifier",
     "ConstantPruningModifier",
     "DistillationModifier",
     "EpochRangeModifier",
     "GMPruningModifier",
+    "GPTQModifier",
     "GlobalMagnitudePruningModifier",
     "GradualParamModifier",
     "LayerPruningModifier",
@@ -71,10 +80,13 @@ __all__ = [
     "SetLearningRateModifier",
     "SetParamModifier",
     "SetWeightDecayModifier",
+    "SmoothQuantModifier",
+    "SparseGPTModifier",
     "SparsificationLoggingModifier",
     "StructuredPruningModifier",
     "TopKASTPruningModifier",
     "TrainableParamsModifier",
+    "WandaPruningModifier",
     "modifier_class",
     "register",
     "registered",

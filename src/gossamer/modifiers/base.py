@@ -364,6 +364,13 @@ _FILES = {
         "OBSPruningModifier",
     ),
     "learned": ("ProbMaskPruningModifier", "STRPruningModifier"),
+    "oneshot": (
+        "ALPSPruningModifier",
+        "GPTQModifier",
+        "SmoothQuantModifier",
+        "SparseGPTModifier",
+        "WandaPruningModifier",
+    ),
     "pruning": ("ConstantPruningModifier",),
     "quantization": ("QuantizationModifier",),
     "structure": ("LayerPruningModifier", "LayerThinningModifier", "StructuredPruningModifier"),
@@ -420,13 +427,8 @@ def modifier_class(name: str) -> type[Modifier]:
     raise GossamerError(f"unknown modifier '{name}'{close}")
 
 
-_LANGUAGE_MODEL = "one-shot language-model methods are not part of Gossamer; use {} instead"
 NOT_OFFERED: Mapping[str, str] = {
-    "SparseGPTModifier": _LANGUAGE_MODEL.format("OBSPruningModifier"),
-    "WandaPruningModifier": _LANGUAGE_MODEL.format("GMPruningModifier or OBSPruningModifier"),
-    "GPTQModifier": _LANGUAGE_MODEL.format("QuantizationModifier"),
-    "SmoothQuantModifier": _LANGUAGE_MODEL.format("QuantizationModifier"),
-    "LogarithmicEqualizationModifier": _LANGUAGE_MODEL.format("QuantizationModifier"),
+    "LogarithmicEqualizationModifier": "use SmoothQuantModifier instead",
     "ASRegModifier": "activation regularization is not part of Gossamer; remove it from the recipe",
     "PowerpropagationModifier": "power propagation is not part of Gossamer; use GMPruningModifier instead",
 }

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, ClassVar, Literal, Self, cast
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_validator
 from torch import Tensor
 
 from gossamer.errors import FieldError, ModifierError, Problem, SparsityError
@@ -262,8 +262,20 @@ def _share(item: Item, _: Spec) -> float:
     return item.number(0, 1)
 
 
+_SCHEDULE = {"start", "end", "start_epoch", "end_epoch", "init_sparsity", "final_sparsity", "update_frequency"}
+
+
 class MagnitudePruningModifier(GMPruningModifier):
-    """Another name of `GMPruningModifier`."""
+    """Another name of `GMPruningModifier`; with `sparsity` and without epochs, pruning in one shot."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _in_one_shot(cls, fields: Any, build: ModelWrapValidatorHandler[Self]) -> Any:
+        if not isinstance(fields, dict) or "sparsity" not in fields or _SCHEDULE & fields.keys():
+            return build(fields)
+        from gossamer.modifiers.oneshot import OneShotMagnitudePruningModifier
+
+        return OneShotMagnitudePruningModifier.model_validate(fields)
 
 
 class GlobalMagnitudePruningModifier(GMPruningModifier):

@@ -10,11 +10,11 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from gossamer.errors import GossamerError, Key, Location, Problem
+from gossamer.errors import GossamerError, Key, Location, Problem, format_value
 from gossamer.modifiers.base import NOT_OFFERED, Modifier, known_names, modifier_class
 from gossamer.recipe.nodes import (
     ListNode,
@@ -40,6 +40,8 @@ _EXPECTED_ITEM = "expected a modifier such as '- !EpochRangeModifier' with its f
 
 Stages = tuple[tuple[str, tuple[Modifier, ...]], ...]
 """Name and modifiers of each stage."""
+RunType = Literal["oneshot", "train"]
+RunTypes = tuple[tuple[str, RunType], ...]
 Locations = Mapping[str | None, Location]
 """Where the fields of a modifier are in the file, by name, and the modifier itself under None."""
 
@@ -56,6 +58,8 @@ class Content:
     """Name and modifiers of each stage; empty when the recipe has none."""
     locations: tuple[Locations, ...] = ()
     """The locations of each modifier; empty unless the recipe was read from text."""
+    run_types: RunTypes = ()
+    """Name of a stage and how it runs, for the stages that say so."""
     warnings: tuple[Problem, ...] = ()
     """Fields and keys without effect; `str(warning)` has the file and line."""
 
@@ -138,12 +142,15 @@ def _read(problems: SourceProblems) -> Content:
         problems.fail(message, location=Location(source.name))
     modifiers: list[tuple[Modifier, Locations]] = []
     stages: list[tuple[str, tuple[Modifier, ...]]] = []
+    run_types: list[tuple[str, RunType]] = []
     for section in outline.sections:
         inner = Scope(section.variables, problems, scope) if section.is_stage else scope
-        inner.variables()
+        values = inner.variables()
         own = [modifier for written in section.modifiers if (modifier := _build(written, inner, problems)) is not None]
         name = distinct_name(section.name, [name for name, _ in stages])
         stages.append((name, tuple(modifier for modifier, _ in own)))
+        if section.is_stage and (run_type := _run_type(section, values, problems)) is not None:
+            run_types.append((name, run_type))
         modifiers += own
     problems.raise_if_any()
     empty = [Problem("the list is empty", (str(p.key),), problems.line(p.key_node.start)) for p in outline.empty_lists]
@@ -161,8 +168,20 @@ def _read(problems: SourceProblems) -> Content:
         outline.extra.get("version"),
         tuple(stages) if outline.is_staged else (),
         tuple(locations for _, locations in modifiers),
+        tuple(run_types),
         (*problems.notes, *empty, *ineffective),
     )
+
+
+def _run_type(stage: Section, values: Mapping[str, object], problems: SourceProblems) -> RunType | None:
+    """How a stage runs, by its variable `run_type`."""
+    value = values.get("run_type")
+    if value in ("oneshot", "train"):
+        return value
+    if value is not None and value is not BROKEN:
+        start = stage.variables["run_type"].value.start
+        problems.at(start, f"expected oneshot or train, found {format_value(value)}", stage.name, "run_type")
+    return None
 
 
 def warnings_of(modifier: Modifier) -> list[Problem]:

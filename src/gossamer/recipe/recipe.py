@@ -19,7 +19,7 @@ from gossamer.errors import Location, Problem, RecipeError
 from gossamer.io import atomic_write
 from gossamer.modifiers.base import Modifier
 from gossamer.recipe.edits import add_modifiers, override_variables, set_field, set_metadata
-from gossamer.recipe.reader import Content, distinct_name, read, warnings_of
+from gossamer.recipe.reader import Content, RunType, distinct_name, read, warnings_of
 from gossamer.recipe.source import UNNAMED, Source, open_source, recipe_error, source_of_text
 from gossamer.recipe.variables import parse_overrides
 from gossamer.recipe.writer import plain_data, recipe_text
@@ -47,17 +47,21 @@ def compose(first: Recipe, second: Recipe) -> Recipe:
     """
     shift = max(first.max_epochs, 0)
     stages: list[tuple[str, tuple[Modifier, ...]]] = []
+    run_types: list[tuple[str, RunType]] = []
     starts: list[str] = []
     for recipe, epochs in ((first, 0), (second, shift)):
         parts = recipe.stages or ((f"stage_{len(stages) + 1}", recipe.modifiers),)
         for name, modifiers in parts:
             moved = tuple(modifier.shifted(epochs) if epochs else modifier for modifier in modifiers)
             stages.append((distinct_name(name, [taken for taken, _ in stages]), moved))
+            if name in (kinds := dict(recipe.run_types)):
+                run_types.append((stages[-1][0], kinds[name]))
         starts.append(stages[-len(parts)][0])
     metadata = _joined_metadata(first.metadata, second.metadata, starts)
     version = first.version if first.version is not None else second.version
     modifiers = tuple(modifier for _, members in stages for modifier in members)
-    return _from_objects(Content(modifiers, {}, metadata, version, tuple(stages)), UNNAMED)
+    content = Content(modifiers, {}, metadata, version, tuple(stages), run_types=tuple(run_types))
+    return _from_objects(content, UNNAMED)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -107,7 +111,9 @@ class Recipe(Content):
         """
         if self._source is not None:
             return self._source.yaml
-        return recipe_text(self.modifiers, self.variables, self.metadata, self.version, self.stages)
+        return recipe_text(
+            self.modifiers, self.variables, self.metadata, self.version, self.stages, dict(self.run_types)
+        )
 
     @cached_property
     def _source(self) -> Source | None:
@@ -197,7 +203,7 @@ class Recipe(Content):
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def _compared(self) -> tuple[object, ...]:
-        return (self.modifiers, self._variables, self.metadata, self.version, self.stages)
+        return (self.modifiers, self._variables, self.metadata, self.version, self.stages, self.run_types)
 
     def __str__(self) -> str:
         return self.text
@@ -213,7 +219,7 @@ def _from_source(source: Source) -> Recipe:
 def _from_objects(content: Content, name: str, write: Callable[[], str] | None = None) -> Recipe:
     warnings = [problem.within(modifier.name) for modifier in content.modifiers for problem in warnings_of(modifier)]
     parts = content.modifiers, dict(content.variables), content.metadata, content.version, content.stages
-    return Recipe(*parts, warnings=tuple(warnings), name=name, _write=write)
+    return Recipe(*parts, run_types=content.run_types, warnings=tuple(warnings), name=name, _write=write)
 
 
 def _joined_metadata(first: Any, second: Any, stages: list[str]) -> Any:

@@ -27,7 +27,12 @@ Named = Sequence[tuple[str, Sequence[Modifier]]]
 
 
 def recipe_text(
-    modifiers: Sequence[Modifier], variables: Mapping[str, Any], metadata: Any, version: Any, stages: Named = ()
+    modifiers: Sequence[Modifier],
+    variables: Mapping[str, Any],
+    metadata: Any,
+    version: Any,
+    stages: Named = (),
+    run_types: Mapping[str, str] | None = None,
 ) -> str:
     """A whole recipe; with `stages`, these are written in place of the plain list."""
     extra = {"version": version, "metadata": metadata}
@@ -36,13 +41,14 @@ def recipe_text(
     if not stages:
         return "\n".join([*lines, *([""] if lines else []), *list_lines("modifiers", modifiers, 0), ""])
     for name, members in stages:
-        lines += [*([""] if lines else []), *stage_lines(name, members, 0)]
+        lines += [*([""] if lines else []), *stage_lines(name, members, 0, (run_types or {}).get(name))]
     return "\n".join([*lines, ""])
 
 
-def stage_lines(name: str, modifiers: Sequence[Modifier], indent: int) -> list[str]:
+def stage_lines(name: str, modifiers: Sequence[Modifier], indent: int, run_type: str | None = None) -> list[str]:
     """A stage with one list of modifiers."""
-    return [f"{' ' * indent}{_key(name)}:", *list_lines("modifiers", modifiers, indent + 2)]
+    kind = [] if run_type is None else [f"{' ' * (indent + 2)}run_type: {run_type}"]
+    return [f"{' ' * indent}{_key(name)}:", *kind, *list_lines("modifiers", modifiers, indent + 2)]
 
 
 def list_lines(key: str, modifiers: Sequence[Modifier], indent: int) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -103,6 +104,120 @@ def energy(
         leaves.append(energy_removed(score, name)[: caps[name]] / share)
     counts = _lost(leaves, list(sizes.values()), min(target, reachable))
     return {name: count / max(sizes[name], 1) for name, count in zip(sizes, counts, strict=True)}
+
+
+def outlier_weighted(
+    outliers: Mapping[str, float], sizes: Mapping[str, int], sparsity: float, spread: float = 0.08
+) -> dict[str, float]:
+    """OWL: layers with more outliers stay denser, all within ± `spread` (Yin et al. 2023, section 3.2).
+
+    `outliers` are the shares of scores above a multiple of their layer's mean, as `outlier_share` finds them, and
+    `sizes` the numbers of weights. All layers together have the sparsity.
+
+    >>> outlier_weighted({"a": 0.01, "b": 0.03}, {"a": 10, "b": 10}, 0.5, 0.1)
+    {'a': 0.6, 'b': 0.4}
+    """
+    least, most = min(outliers.values()), max(outliers.values())
+    factor = 2 * spread / (most - least) if most > least else 0.0
+    return _centred({name: sparsity - value * factor for name, value in outliers.items()}, sizes, sparsity)
+
+
+def outlier_share(scores: Tensor, multiple: float = 5.0) -> float:
+    """The share of scores above `multiple` times their mean.
+
+    >>> outlier_share(torch.tensor([0.0, 0.0, 0.0, 8.0]), 3.0)
+    0.25
+    """
+    return int((scores > multiple * scores.mean()).count_nonzero()) / max(scores.numel(), 1)
+
+
+def heavy_tailed(
+    exponents: Mapping[str, float], sizes: Mapping[str, int], sparsity: float, spread: float = 0.3
+) -> dict[str, float]:
+    """AlphaPruning: layers whose spectrum has a heavier tail stay denser (Lu et al. 2024, equation 3).
+
+    `exponents` are those of `tail_exponent`; sparsities lie on a line from (1 − spread) to (1 + spread) times a factor
+    that makes all layers together have the sparsity.
+
+    >>> heavy_tailed({"a": 2.0, "b": 4.0}, {"a": 10, "b": 10}, 0.5, 0.2)
+    {'a': 0.4, 'b': 0.6}
+    """
+    least, most = min(exponents.values()), max(exponents.values())
+    width = most - least or 1.0
+    shares = {name: 1 - spread + 2 * spread * (value - least) / width for name, value in exponents.items()}
+    mean = sum(shares[name] * sizes[name] for name in shares) / sum(sizes[name] for name in shares)
+    return _centred({name: share * sparsity / mean for name, share in shares.items()}, sizes, sparsity)
+
+
+def tail_exponent(weight: Tensor) -> float:
+    """The exponent of the power law that the larger half of the eigenvalues of WᵀW follow, by Hill's estimator.
+
+    >>> tail_exponent(torch.eye(4) * torch.tensor([1.0, 1.0, 2.0, 2.0]))
+    1.7213475204444817
+    """
+    singular: Tensor = cast(Any, torch.linalg).svdvals(weight.detach().flatten(1).float())
+    values = singular.double().square().sort().values
+    values = values[values > values.max() * 1e-12]
+    count = len(values) // 2
+    if not count:
+        return math.inf
+    excess = float((values[-count:] / values[-count - 1]).log().sum()) if len(values) > count else 0.0
+    return 1 + count / excess if excess > 0 else math.inf
+
+
+def least_cost(
+    costs: Mapping[str, Mapping[float, float]], sizes: Mapping[str, int], sparsity: float
+) -> dict[str, float]:
+    """The sparsities with the least sum of measured costs.
+
+    `costs` has, by layer, the measured cost at some sparsities; between them the lower convex hull counts. No layer
+    goes below its first sparsity or beyond its last.
+
+    >>> least_cost({"a": {0.0: 0.0, 0.5: 1.0, 1.0: 9.0}, "b": {0.0: 0.0, 0.5: 3.0, 1.0: 7.0}}, {"a": 8, "b": 8}, 0.5)
+    {'a': 0.5, 'b': 0.5}
+    """
+    segments = [
+        ((cost - before) / ((share - start) * sizes[name]), name, (share - start) * sizes[name])
+        for name, curve in costs.items()
+        for (start, before), (share, cost) in pairwise(_lower_hull(curve))
+    ]
+    zeros = {name: min(curve) * sizes[name] for name, curve in costs.items()}
+    left = sparsity * sum(sizes[name] for name in costs) - sum(zeros.values())
+    if not -1e-6 <= left <= sum(width for *_, width in segments) + 1e-6:
+        raise SparsityError(f"sparsity {sparsity:g} is beyond what was measured; measure higher sparsities")
+    for _, name, width in sorted(segments, key=lambda segment: segment[0]):
+        taken = min(width, left)
+        zeros[name] += taken
+        left -= taken
+    return {name: count / sizes[name] for name, count in zeros.items()}
+
+
+def _lower_hull(curve: Mapping[float, float]) -> list[tuple[float, float]]:
+    hull: list[tuple[float, float]] = []
+    for point in sorted(curve.items()):
+        while len(hull) > 1 and _turns_down(hull[-2], hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
+def _turns_down(first: tuple[float, float], second: tuple[float, float], third: tuple[float, float]) -> bool:
+    return (second[1] - first[1]) * (third[0] - second[0]) >= (third[1] - second[1]) * (second[0] - first[0])
+
+
+def _centred(sparsities: Mapping[str, float], sizes: Mapping[str, int], sparsity: float) -> dict[str, float]:
+    """The sparsities moved by one number, within 0 and 1, so that all layers together have `sparsity`."""
+    total = sum(sizes[name] for name in sparsities)
+    low, high = -1.0 - max(sparsities.values()), 1.0 - min(sparsities.values())
+    mean = sum(sparsities[name] * sizes[name] for name in sparsities) / total
+    shift = sparsity - mean
+    if all(0 <= value + shift <= 1 for value in sparsities.values()):
+        return {name: round(value + shift, 12) for name, value in sparsities.items()}
+    for _ in range(100):
+        shift = (low + high) / 2
+        reached = sum(min(max(value + shift, 0.0), 1.0) * sizes[name] for name, value in sparsities.items()) / total
+        low, high = (shift, high) if reached < sparsity else (low, shift)
+    return {name: min(max(value + shift, 0.0), 1.0) for name, value in sparsities.items()}
 
 
 def energy_kept(scores: Tensor, sparsity: float) -> float:
