@@ -35,18 +35,23 @@ from gossamer.errors import GossamerError
 
 
 @contextmanager
-def atomic_write(path: str | os.PathLike[str], *, durable: bool = False, follow: bool = False) -> Generator[Path]:
+def atomic_write(
+    path: str | os.PathLike[str], *, durable: bool = False, follow: bool = False, mode: int | None = None
+) -> Generator[Path]:
     """Yield a scratch path beside `path`, with the same suffix; rename it to `path` if the block succeeds.
 
-    An existing file keeps its permissions. A symbolic link is replaced, so that a link in a folder from someone else
-    cannot choose which file is overwritten; `follow=True` writes to its target, for paths that the user gives.
+    An existing file keeps its permissions, unless a `mode` is given. A symbolic link is replaced, so that a link in a
+    folder from someone else cannot choose which file is overwritten; `follow=True` writes to its target, for paths that
+    the user gives.
     `durable=True` waits until the file and its name are on the disk. Raises `OSError`.
     """
     target = Path(os.path.realpath(path)) if follow else Path(path).absolute()
     scratch = target.with_name(f".{uuid.uuid4().hex}.{target.name}")
     try:
         yield scratch
-        if target.exists() and not target.is_symlink():
+        if mode is not None:
+            scratch.chmod(mode)
+        elif target.exists() and not target.is_symlink():
             shutil.copymode(target, scratch)
         else:
             scratch.chmod(0o666 & ~_umask())  # some libraries create files that only their owner may read

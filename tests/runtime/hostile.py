@@ -113,7 +113,7 @@ def change_tensor(graph: Graph, data: Data, rng: random.Random) -> str:
         data[name] = before.reshape(1, -1)
     elif kind == "nan" and before.is_floating_point():
         data[name] = torch.full_like(before, float("nan"))
-    else:
+    elif before.numel():
         noise = np.frombuffer(rng.randbytes(before.numel() * before.element_size()), np.uint8).copy()
         data[name] = torch.from_numpy(noise).view(before.dtype).reshape(before.shape)
     return f"{name}: {kind}"

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from gossamer import runtime
+from gossamer.errors import GossamerError
 from gossamer.export import to_onnx
 from gossamer.quantization import SCHEMES, Emulation, Rules
+from gossamer.runtime import evaluate, file
 from tests.runtime.models import Residual, pruned
 
 ROOT = Path(__file__).parents[2]
@@ -74,3 +76,22 @@ def test_changed_files_are_refused_or_run(engines: Path) -> None:
 @pytest.mark.parametrize("seed", range(1, 5))
 def test_many_changed_files_are_refused_or_run(engines: Path, seed: int) -> None:
     check(engines, seed, 4000)
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        *("aten.add.__setattr__", "aten.add.__getattribute__", "aten.add._op", "aten.mul.out", "aten.relu_.default"),
+        *("aten.add", "aten.add.Tensor.Tensor", "aten.set_.default", "builtin.add.x", "builtin.getattr", "onnx.Add.x"),
+        *("prims.add.default", "aten.embedding.missing", "convolution.default", ""),
+    ],
+)
+def test_only_pure_operators_of_torch_are_in_a_file(operator: str) -> None:
+    with pytest.raises(GossamerError, match="is not supported in engine files"):
+        file._check_operator(operator)
+
+
+def test_the_operators_of_files_exist() -> None:
+    for name in file.OPERATORS - {"prelu", "_prelu_kernel"}:
+        packet = getattr(torch.ops.aten, name)
+        assert any(evaluate.is_pure(name, overload) for overload in packet.overloads()), name

@@ -42,7 +42,7 @@ def read_cached(path: Path) -> bytes | None:
 
 def write_cached(path: Path, content: bytes) -> None:
     """Write a file if that is possible."""
-    with suppress(OSError), atomic_write(path) as scratch:
+    with suppress(OSError), atomic_write(path, mode=0o600) as scratch:
         scratch.write_bytes(_digest(path.name, content) + content)
 
 

@@ -8,7 +8,7 @@ other. Otherwise threads share the work of every operator.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -49,8 +49,8 @@ class Binding:
     parts: list[Part]
     programs: list[tuple[Part, Program] | None]
     """By step: its part of the arena and its program; None for a step of torch."""
-    known: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Values that depend on these sizes only, once they are computed."""
+    known: dict[str, Any] | None = None
+    """Values that depend on these sizes only, and that other steps read, once they are computed."""
 
     @property
     def arena_bytes(self) -> int:

@@ -57,6 +57,8 @@ _BRIEF = 0.1
 """Seconds that the measurements behind compiling may take, each."""
 _BINDINGS = 64
 """Sizes that an engine remembers; others are laid out again."""
+_KEPT = 1 << 20
+"""Bytes of values that are kept for each of them, at most."""
 _tracing = threading.Lock()
 """torch.export works in one thread at a time."""
 
@@ -94,6 +96,7 @@ def compile(
             graph = simplify(with_formulas(with_attention(traced)))
             if weight_dtype == torch.bfloat16:
                 round_weights(graph)
+            _copy_constants(graph)
     except GossamerError:
         raise
     except Exception as error:  # any model, any reason
@@ -108,6 +111,15 @@ def compile(
     if engine.times is not None and engine.times.gain < SMALL_GAIN:
         logger.warning("gossamer.runtime: %s engine.summary() has the time of each layer.", engine.times.verdict())
     return engine
+
+
+def _copy_constants(graph: Graph) -> None:
+    """Let the engine share no memory with the model; weights of layers are copied when they are packed."""
+    read = {name for node in graph.nodes for name in node.inputs}
+    packed = {node.weight for node in graph.nodes if isinstance(node, Convolution | Linear)} - read
+    for name, value in graph.constants.items():
+        if isinstance(value, Tensor) and name not in packed:
+            graph.constants[name] = value.clone(memory_format=torch.contiguous_format)
 
 
 def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -338,14 +350,13 @@ class _Call:
         self._copied: set[str] = set()
 
     def run(self, threads: int, after_step: Callable[[], object]) -> list[Any]:
-        known, of_sizes = self._binding.known, self._plan.of_sizes
+        known = self._binding.known
+        self._values |= known or {}
         self._binding.clear(self._arena)
         for k, step in enumerate(self._plan.steps):
             if isinstance(step, TorchStep):
-                name = step.node.output
-                self._values[name] = known[name] if name in known else self._compute(step.node)
-                if name in of_sizes:
-                    known[name] = self._values[name]
+                if known is None or step.node.output not in self._plan.of_sizes:
+                    self._values[step.node.output] = self._compute(step.node)
                 after_step()
                 continue
             for name in (name for op in step.operators for name in op.inputs):
@@ -354,7 +365,23 @@ class _Call:
                     self._copied.add(name)
             self._binding.run(k, self._arena.ctypes.data, threads)
             after_step()
-        return [self._value(ref) for ref in self._plan.graph.outputs]
+        if known is None:
+            self._keep()
+        return [self._own(self._value(ref)) for ref in self._plan.graph.outputs]
+
+    def _keep(self) -> None:
+        """Keep what depends on the sizes only for the next call, if it is small."""
+        found = {name: self._values[name] for name in self._plan.kept}
+        if sum(value.nbytes for value in found.values() if isinstance(value, Tensor)) <= _KEPT:
+            self._binding.known = found
+
+    def _own(self, value: Any) -> Any:
+        """An output that shares no memory with what the engine keeps."""
+        if not isinstance(value, Tensor) or not any(isinstance(step, TorchStep) for step in self._plan.steps):
+            return value
+        held = (*self._plan.graph.constants.values(), *(self._binding.known or {}).values())
+        shared = {tensor.untyped_storage().data_ptr() for tensor in held if isinstance(tensor, Tensor)}
+        return value.clone() if value.untyped_storage().data_ptr() in shared else value
 
     def _compute(self, node: Node) -> Any:
         try:
@@ -393,7 +420,7 @@ class _Call:
         ):  # (batch, heads, queries, keys) as (batch, queries, heads · keys)
             value = torch.zeros(()).where(value, -3e38) if value.dtype == torch.bool else value.clamp(min=-3e38)
             value = value[(None,) * (4 - value.dim())].transpose(1, 2).flatten(2)
-        np.copyto(self._view(name).numpy(), value.detach().numpy())
+        np.copyto(self._view(name).numpy(), value.detach().resolve_neg().numpy())
 
 
 _FUNCTIONS: dict[str | None, Callable[[Tensor], Tensor]] = {

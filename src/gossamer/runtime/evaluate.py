@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 
+from gossamer.errors import GossamerError
 from gossamer.runtime._onnx_functions import FUNCTIONS
 from gossamer.runtime.graph import Node, Rotary
 
@@ -33,13 +35,28 @@ def call_operator(node: Node, value: Callable[[Any], Any]) -> Any:
 
 
 def _operator_of(namespace: str, name: str, overload: str) -> Any:
-    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    found: Any = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    if isinstance(found, OpOverload):
+        return cast(Any, found)
+    raise GossamerError(f"'{namespace}.{name}.{overload}' is not an operator")
 
 
-def is_random(node: Node) -> bool:
-    """Whether a node gives another result each time."""
+def is_pure(name: str, overload: str) -> bool:
+    """Whether an operator of ATen exists and changes none of its arguments."""
+    packet: Any = getattr(torch.ops.aten, name, None)
+    return (
+        isinstance(packet, OpOverloadPacket)
+        and overload in packet.overloads()
+        and not _operator_of("aten", name, overload)._schema.is_mutable
+    )
+
+
+def is_repeatable(node: Node) -> bool:
+    """Whether a node gives the same result for the same arguments: no random numbers, and no operator of others."""
     parts = node.op.split(".")
-    return len(parts) == 3 and torch.Tag.nondeterministic_seeded in _operator_of(*parts).tags
+    if parts[0] not in ("aten", "builtin", "onnx"):
+        return False
+    return len(parts) < 3 or torch.Tag.nondeterministic_seeded not in _operator_of(*parts).tags
 
 
 def _rotated(node: Rotary, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

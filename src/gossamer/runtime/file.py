@@ -34,7 +34,7 @@ from gossamer.io import (
     write_sealed,
 )
 from gossamer.runtime._onnx_functions import FUNCTIONS
-from gossamer.runtime.evaluate import BUILTINS
+from gossamer.runtime.evaluate import BUILTINS, is_pure
 from gossamer.runtime.graph import (
     ACTIVATIONS,
     Attention,
@@ -251,9 +251,12 @@ def _decode_signature(entry: Mapping[str, Any], inputs: list[str]) -> Signature:
 
 
 def _check_operator(op: str) -> None:
-    namespace, name, *_ = [*op.split("."), ""]
-    known = {"aten": name in OPERATORS, "builtin": name in BUILTINS, "onnx": name in FUNCTIONS}
-    fits = known.get(namespace, op in _LAYERS)
+    namespace, name, *overload = [*op.split("."), ""]
+    known = {"builtin": name in BUILTINS, "onnx": name in FUNCTIONS}
+    if namespace == "aten":
+        fits = len(overload) == 2 and name in OPERATORS and is_pure(name, overload[0])
+    else:
+        fits = overload == [""] and known[namespace] if namespace in known else op in _LAYERS
     if not fits:
         raise GossamerError(f"operator '{op}' is not supported in engine files; compile the model where it runs")
 

@@ -68,6 +68,8 @@ def _is_simple(graph: fx.Graph) -> bool:
             names = [source, *(user for user in source.users if user.target in _ALIASES)]
             if source.op != "call_function" or any(name.target in _ALIASES for name in names):
                 return False
+            if any(not _has_dtype_of(source, other) for other in node.args[1:]):
+                return False  # the result of the other operator might have another dtype
         elif target is aten.dropout.default:
             if node.args[2]:
                 return False
@@ -77,6 +79,13 @@ def _is_simple(graph: fx.Graph) -> bool:
         elif target not in _ALIASES | _REWRITTEN:
             return False
     return True
+
+
+def _has_dtype_of(source: fx.Node, other: Any) -> bool:
+    """Whether a sum or product with another argument has the source's dtype."""
+    dtypes = [getattr(node.meta.get("val"), "dtype", None) for node in (source, other) if isinstance(node, fx.Node)]
+    floating = isinstance(dtypes[0], torch.dtype) and dtypes[0].is_floating_point
+    return floating and (dtypes[0] == dtypes[-1] if len(dtypes) == 2 else isinstance(other, int | float))
 
 
 def _read_instead(old: fx.Node, new: fx.Node, graph: fx.Graph) -> None:

@@ -256,11 +256,17 @@ def simplify(graph: Graph) -> Graph:
 
 def round_weights(graph: Graph) -> None:
     """Store the weights of layers in bfloat16, except those of 8-bit integers."""
-    for node in graph.nodes:
+    read = {name for node in graph.nodes for name in node.inputs}
+    for number, node in enumerate(graph.nodes):
         if isinstance(node, Convolution | Linear) and node.weight not in graph.scales:
             weight = graph.constants[node.weight]
+            name = node.weight
+            if name in read:  # as a tensor, such as that of an embedding
+                name = f"{name}.bfloat16"
+                graph.nodes[number] = replace(node, weight=name)
+                graph.origins[name] = graph.origins.get(node.weight, node.weight)
             if isinstance(weight, Tensor):
-                graph.constants[node.weight] = SparseWeight.of(weight, half=True)
+                graph.constants[name] = SparseWeight.of(weight, half=True)
 
 
 def _folded(graph: Graph) -> Graph:

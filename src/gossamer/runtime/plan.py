@@ -82,9 +82,16 @@ class Plan:
 
     @cached_property
     def of_sizes(self) -> frozenset[str]:
-        """Values that are the same in every call with the same sizes, and that no caller gets."""
-        outputs = {ref.name for ref in self.graph.outputs if isinstance(ref, Ref)}
-        return frozenset(values_of_sizes(self.graph) - outputs)
+        """Values that are the same in every call with the same sizes."""
+        return frozenset(values_of_sizes(self.graph) - self.graph.constants.keys())
+
+    @cached_property
+    def kept(self) -> frozenset[str]:
+        """Those of them that other steps, or the caller, read."""
+        steps = [step for step in self.steps if isinstance(step, TorchStep) and step.node.output not in self.of_sizes]
+        read = {name for step in steps for name in step.node.inputs} | set(self.packed.values())
+        read |= {ref.name for ref in self.graph.outputs if isinstance(ref, Ref)}
+        return self.of_sizes & read
 
     @property
     def operators(self) -> list[Operator]:

@@ -3,6 +3,10 @@
 Every thread goes through all operators and takes items of each until none is left; it goes on when all items are done.
 A thread that starts late finds less to do. Helpers wait for the next program in native code for a moment, because
 waking a thread that sleeps takes as long as a small layer.
+
+Each helper has a mailbox. Its caller alone posts a program (idle to posted), withdraws it (posted to idle) and wakes
+the helper (asleep to idle); the helper alone takes a program (posted to taken), ends it (taken to idle) and falls
+asleep (idle to asleep).
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import os
 import platform
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -170,9 +175,9 @@ class Program:
         if threads == 1:
             _run(*job, 0, 0)
             return
-        helpers = _helpers()
-        chosen = helpers.take(threads - 1)
+        helpers, chosen = _helpers(), list[_Helper]()
         try:
+            helpers.take(threads - 1, chosen)
             mailboxes = np.array([helper.address for helper in chosen], np.int64)
             _run(*job, mailboxes.ctypes.data, len(chosen))
         finally:
@@ -209,12 +214,15 @@ class _Helpers:
         self._free: list[_Helper] = []
         self._lock = threading.Lock()
 
-    def take(self, count: int) -> list[_Helper]:
+    def take(self, count: int, chosen: list[_Helper]) -> None:
+        """Add helpers to those that are chosen; fewer if no more threads can be started."""
         with self._lock:
-            found = [self._free.pop() for _ in range(min(count, len(self._free)))]
-        for helper in found:
+            while self._free and len(chosen) < count:
+                chosen.append(self._free.pop())
+        for helper in chosen:
             helper.wake()
-        return [*found, *(_Helper() for _ in range(count - len(found)))]
+        with suppress(RuntimeError):
+            chosen.extend(_Helper() for _ in range(count - len(chosen)))
 
     def give_back(self, helpers: Sequence[_Helper]) -> None:
         with self._lock:

@@ -6,6 +6,7 @@ simple to read off from values.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import GossamerError
-from gossamer.runtime.evaluate import call_operator, is_random
+from gossamer.runtime.evaluate import call_operator, is_repeatable
 from gossamer.runtime.graph import Graph, Node, Ref
 from gossamer.runtime.weights import SparseWeight
 
@@ -104,7 +105,15 @@ def fill_shapes(graph: Graph, pair: tuple[Trial, Trial]) -> None:
 def values_of_sizes(graph: Graph) -> set[str]:
     """The values that depend on the shapes of the inputs and on constants only."""
     found = set(graph.constants)
+    sizes = {size for name in graph.inputs for size in graph.shapes.get(name, ()) if isinstance(size, str)}
+
+    def follows(name: str) -> bool:
+        """Whether the shape of a value follows from those of the inputs, and not from values."""
+        symbols = (size for size in graph.shapes.get(name, ("?",)) if isinstance(size, str) and size not in sizes)
+        return all(symbol in sizes for size in symbols for symbol in re.findall(r"[^\W\d]\w*|[?.]", size))
+
     for node in graph.nodes:
-        if node.op in _SHAPES_OF or (all(name in found for name in node.inputs) and not is_random(node)):
+        known = all(name in found for name in node.inputs)
+        if (node.op in _SHAPES_OF and follows(node.inputs[0])) or (known and is_repeatable(node)):
             found.add(node.output)
     return found

@@ -122,7 +122,8 @@ def _fits(op: SparseLayer, choice: Any) -> bool:
 def _shape(op: SparseLayer) -> tuple[object, ...]:
     """What the time of a layer depends on, besides its layouts; the share of zeros to a few percent."""
     density = round(8 * math.log2(1 + op.weight.count))
-    return (op.weight.shape, density, op.groups, op.activation, op.steps is None, len(op.inputs), tuple(op.window))
+    weight, window = (op.weight.shape, op.weight.half, density, op.groups), tuple(op.window)
+    return (*weight, op.activation, op.steps is None, len(op.inputs), window)
 
 
 class _Scratch:

@@ -67,8 +67,9 @@ class SparseWeight:
     @property
     def stored(self) -> Array:
         """The non-zero values, row by row, as they are stored."""
-        if self._values is not None:
-            return self._values
+        values = self._values  # another thread may lend them now
+        if values is not None:
+            return values
         assert self._lent is not None
         values, restore = self._lent
         return restore(self, values)
@@ -85,7 +86,8 @@ class SparseWeight:
 
     def lend(self, values: Array, restore: Callable[[SparseWeight, Array], Array]) -> None:
         """Drop the values here, which a kernel now holds in an order of its own; `restore` brings them back."""
-        self._values, self._lent = None, (values, restore)
+        self._lent = (values, restore)
+        self._values = None
 
     @property
     def nbytes(self) -> int:
