@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gossamer.errors import FieldError, ModifierError, Problem, SparsityError
 from gossamer.model import ALL_PRUNABLE
+from gossamer.model.distribution import is_distributed
 from gossamer.modifiers.base import EndEpoch, Outlook, ParamName, ParamNames, Run
 from gossamer.modifiers.pruning import PruningModifier, RankedPruningModifier
 from gossamer.modifiers.scoring import (
@@ -43,6 +44,7 @@ from gossamer.quantities import (
 from gossamer.sparse import NM, Filter, energy, erdos_renyi, fraction, interpolate, uniform, zero_count
 from gossamer.sparse.schedules import Interpolation
 from gossamer.sparse.scores import FilterKind
+from gossamer.sparse.sharding import count
 
 FROM_PARAM = "__FROM_PARAM__"
 Allocation = Literal["uniform", "erk", "global", "energy"]
@@ -137,7 +139,8 @@ class GMPruningModifier(RankedPruningModifier):
         """The last gradients of a weight, flat; no more than an update uses."""
         flat = Spec((math.prod(weight.shape),), weight.dtype, weight.device)
         kept = item.items()[-self.most_gradients :]
-        return [gradient.tensor(flat) for gradient in kept if gradient.shape() == flat.shape]
+        form = flat if weight.template is None else weight
+        return [gradient.tensor(form) for gradient in kept if gradient.shape() == form.shape]
 
     @property
     def most_gradients(self) -> int:
@@ -168,6 +171,10 @@ class GMPruningModifier(RankedPruningModifier):
 
     def bind(self, run: Run) -> list[str]:
         self.scorer.check(run)
+        if self.permute and is_distributed(run.module):
+            raise ModifierError(
+                "channels cannot be reordered in a model whose parameters are split over ranks", "permute"
+            )
         if not isinstance(self.final_sparsity, dict):
             return super().bind(run)
         finals: dict[str, float] = {}
@@ -482,7 +489,7 @@ class LevelPruningModifier(PruningModifier):
     def sparsities(self, run: Run, sparsity: float) -> dict[str, float]:
         """The sparsity of each layer at a level, by the weights as they are now."""
         masks = self._masks_at(run, sparsity)
-        return {name: 1 - int(keep.count_nonzero()) / max(keep.numel(), 1) for name, keep in masks.items()}
+        return {name: 1 - count(keep) / max(keep.numel(), 1) for name, keep in masks.items()}
 
     def _masks_at(self, run: Run, sparsity: float) -> dict[str, Tensor]:
         shared = self.allocated({name: run.weights.parameter(name) for name in run.targets}, sparsity)

@@ -1,12 +1,16 @@
 """Patterns, scores, schedules and allocation: pure functions and frozen dataclasses over tensors."""
 
+from gossamer.sparse._sharded import ShardedFisher
 from gossamer.sparse.allocation import (
     energy,
     energy_kept,
     energy_removed,
     erdos_renyi,
+    expand_units,
     global_masks,
+    layer_masks,
     uniform,
+    unit_vector,
     within_reach,
 )
 from gossamer.sparse.masks import measured_sparsity, pack, smallest, unpack, zero_count, zero_where
@@ -15,6 +19,7 @@ from gossamer.sparse.reparameterization import (
     hard_masks,
     initial_probabilities,
     logistic_noise,
+    logistic_noise_like,
     probability_gradient,
     project,
     pulled,
@@ -34,12 +39,14 @@ __all__ = [
     "Filter",
     "NM2d",
     "Pattern",
+    "ShardedFisher",
     "Unstructured",
     "cosine",
     "energy",
     "energy_kept",
     "energy_removed",
     "erdos_renyi",
+    "expand_units",
     "filter_median_distance",
     "filter_norm",
     "filter_nuclear",
@@ -48,7 +55,9 @@ __all__ = [
     "hard_masks",
     "initial_probabilities",
     "interpolate",
+    "layer_masks",
     "logistic_noise",
+    "logistic_noise_like",
     "magnitude",
     "measured_sparsity",
     "movement",
@@ -64,6 +73,7 @@ __all__ = [
     "threshold_gradient",
     "threshold_pull",
     "uniform",
+    "unit_vector",
     "unpack",
     "within_reach",
     "zero_count",
