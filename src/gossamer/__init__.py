@@ -12,6 +12,7 @@ from gossamer.version import __version__ as __version__
 if TYPE_CHECKING:
     from gossamer import create
     from gossamer.engine import Manager
+    from gossamer.engine.distributed_state import gathered_state, read_distributed_state
     from gossamer.errors import GossamerError, RecipeError
     from gossamer.export.load import load
     from gossamer.model.recalibration import recalibrate
@@ -26,7 +27,9 @@ __all__ = [
     "RecipeError",
     "compose",
     "create",
+    "gathered_state",
     "load",
+    "read_distributed_state",
     "recalibrate",
     "register",
 ]
@@ -41,6 +44,8 @@ _HOMES = {
     "compose": "recipe",
     "load": "export.load",
     "Manager": "engine",
+    "gathered_state": "engine.distributed_state",
+    "read_distributed_state": "engine.distributed_state",
 }
 _PARTS = ("create", "export", "quantization")
 """Modules that are attributes of this one without an import of their own."""

@@ -26,6 +26,7 @@ from gossamer.engine.optimizer import (
     StepArguments,
     call_after_backward,
     group_options,
+    only_initializes,
     restore_group_options,
 )
 from gossamer.engine.samplers import no_losses
@@ -102,6 +103,8 @@ class TrainingRun:
         """True when the caller moves time, with `advance`; then an optimizer step only applies the masks."""
         self.before_first_step: Callable[[], None] | None = None
         """Called once before the first step of the optimizer, unless a state is loaded."""
+        self.step_is_empty = False
+        """While torch initializes the state of the optimizer, to load a checkpoint into it."""
         self.hook_calls = 0
         self.modifiers = self._modifiers()
         parts = [(bound.modifier, bound.timing) for bound in self.modifiers if bound.modifier.family != "logging"]
@@ -270,6 +273,9 @@ class TrainingRun:
     ) -> StepArguments | None:
         """The optimizer's pre-step hook: modifiers see the gradients of what this optimizer trains."""
         reshard(self.wrapped_module)
+        if self.step_is_empty or only_initializes(optimizer):
+            self.step_is_empty = True
+            return None
         if self.before_first_step is not None:
             check, self.before_first_step = self.before_first_step, None
             check()
@@ -292,6 +298,10 @@ class TrainingRun:
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The optimizer's post-step hook: masks are applied and time moves."""
+        if self.step_is_empty:
+            self.step_is_empty = False
+            self.apply_masks()
+            return
         self.hook_calls += 1
         self.progress.stepped = True
         self.before_attach = None

@@ -65,12 +65,21 @@ def refuse_meta(module: nn.Module, call: str) -> None:
             )
 
 
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
 @contextmanager
 def without_communication(module: nn.Module) -> Generator[None]:
     """Take out the hooks with which `fully_shard` and `parallelize_module` exchange weights and activations."""
     taken: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for part in module.modules():
-        for kind in ("_forward_pre_hooks", "_forward_hooks"):
+        for kind in _HOOKS:
             own = cast(dict[int, Any], getattr(part, kind))
             if any(_communicates(hook) for hook in own.values()):
                 taken.append((own, dict(own)))
@@ -86,6 +95,7 @@ def without_communication(module: nn.Module) -> Generator[None]:
 
 
 def _communicates(hook: Any) -> bool:
+    hook = getattr(hook, "hook", hook)
     function = getattr(hook, "__func__", hook)
     return str(getattr(function, "__module__", "")).startswith("torch.distributed.")
 

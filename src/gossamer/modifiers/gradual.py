@@ -44,7 +44,7 @@ from gossamer.quantities import (
 from gossamer.sparse import NM, Filter, energy, erdos_renyi, fraction, interpolate, uniform, zero_count
 from gossamer.sparse.schedules import Interpolation
 from gossamer.sparse.scores import FilterKind
-from gossamer.sparse.sharding import count
+from gossamer.sparse.sharding import count, split_like
 
 FROM_PARAM = "__FROM_PARAM__"
 Allocation = Literal["uniform", "erk", "global", "energy"]
@@ -139,8 +139,17 @@ class GMPruningModifier(RankedPruningModifier):
         """The last gradients of a weight, flat; no more than an update uses."""
         flat = Spec((math.prod(weight.shape),), weight.dtype, weight.device)
         kept = item.items()[-self.most_gradients :]
-        form = flat if weight.template is None else weight
-        return [gradient.tensor(form) for gradient in kept if gradient.shape() == form.shape]
+        kept = [gradient for gradient in kept if gradient.shape() in (flat.shape, weight.shape)]
+        if weight.template is None:
+            whole = [gradient.tensor(flat if gradient.shape() == flat.shape else weight) for gradient in kept]
+            return [gradient.reshape(-1) for gradient in whole]
+        # Flat ones are those of a single process; a weight that is split over ranks keeps its shape.
+        return [
+            split_like(gradient.tensor(flat).reshape(weight.shape), weight.template)
+            if gradient.shape() == flat.shape != weight.shape
+            else gradient.tensor(weight)
+            for gradient in kept
+        ]
 
     @property
     def most_gradients(self) -> int:
