@@ -34,10 +34,11 @@ def read_distributed_state(
 
     >>> state = read_distributed_state("checkpoint", model)  # doctest: +SKIP
     """
-    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load  # pyright: ignore[reportUnknownVariableType]
 
-    reader = dcp.FileSystemReader(checkpoint) if isinstance(checkpoint, str | os.PathLike) else checkpoint
+    reader = FileSystemReader(checkpoint) if isinstance(checkpoint, str | os.PathLike) else checkpoint
     metadata = reader.read_metadata()
     paths = {
         flat: path
@@ -59,11 +60,12 @@ def read_distributed_state(
             state[flat] = None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        dcp.load(state, storage_reader=reader)
+        load(state, storage_reader=reader)
     nested = _nested({paths[flat]: value for flat, value in state.items()}).get(key, {})
     for entry in cast(dict[str, Any], nested.get("modifiers", {})).values():
-        for part, empty in (("targets", []), ("state", {}), ("masks", {}), ("parameters", {})):
-            entry.setdefault(part, empty)  # a checkpoint holds no empty containers
+        entry.setdefault("targets", [])  # a checkpoint holds no empty containers
+        for part in ("state", "masks", "parameters"):
+            entry.setdefault(part, {})
     nested.setdefault("modifiers", {})
     return nested
 
@@ -82,7 +84,7 @@ def _gathered(value: Any) -> Any:
     if isinstance(value, Mapping):
         entries = cast(Mapping[str, Any], value)
         if SHARDED in entries:
-            return {BITS: pack(cast(Any, entries[SHARDED]).full_tensor())}
+            return {BITS: pack(entries[SHARDED].full_tensor())}
         return {key: _gathered(item) for key, item in entries.items()}
     if isinstance(value, list):
         return [_gathered(item) for item in cast(list[Any], value)]

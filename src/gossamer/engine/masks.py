@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gossamer.errors import GossamerError
 from gossamer.model import get_parameter, has_parameter
 from gossamer.sparse import zero_where
-from gossamer.sparse.sharding import is_sharded, local
+from gossamer.sparse.sharding import is_sharded, local, split_like
 
 if TYPE_CHECKING:
     from gossamer.model.thin.cuts import Cuts
@@ -157,6 +157,8 @@ class ZeroMasks:
             zeros = self._zeros[name]
             if zeros.device != weight.device:
                 zeros = self._move(name, weight.device)
+            if is_sharded(weight) and not is_sharded(zeros):
+                zeros = self._split(name, weight)
             if self.before_zeroing is not None:
                 self.before_zeroing(weight, zeros)
             zero_where(weight, zeros)
@@ -165,6 +167,12 @@ class ZeroMasks:
     def _move(self, name: str, device: torch.device) -> Tensor:
         """Follow a weight that was moved to another device."""
         self._held[name] = {holder: zeros.to(device) for holder, zeros in self._held[name].items()}
+        self._combine(name)
+        return self._zeros[name]
+
+    def _split(self, name: str, weight: Tensor) -> Tensor:
+        """Follow a weight that was split over ranks since."""
+        self._held[name] = {holder: split_like(zeros, weight) for holder, zeros in self._held[name].items()}
         self._combine(name)
         return self._zeros[name]
 

@@ -35,6 +35,19 @@ def reshard(module: nn.Module) -> None:
         part.reshard()
 
 
+def gathered_weights(module: nn.Module) -> dict[str, Tensor]:
+    """The state dict of a split model, whole and on the CPU of rank 0; empty on the others, which call this too."""
+    from torch import distributed
+
+    reshard(module)
+    first, found = distributed.get_rank() == 0, dict[str, Tensor]()
+    for name, tensor in module.state_dict().items():
+        whole = tensor.full_tensor() if is_sharded(tensor) else tensor
+        if first:
+            found[name] = whole.detach().cpu()
+    return found
+
+
 def refuse_unsupported(module: nn.Module, call: str) -> None:
     """Raise, in one sentence, for a model that is distributed in a way that masks cannot follow."""
     for part in module.modules():

@@ -7,7 +7,7 @@ the original, and filled rank by rank; no rank holds a whole weight. The options
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from typing import Any, TypeVar, cast
@@ -26,7 +26,9 @@ M = TypeVar("M", bound=nn.Module)
 def sharded_copy(model: M) -> M:
     """A copy of the model with parameters and buffers of its own."""
     reshard(model)
-    parts = {path: part for path, part in model.named_modules() if any(part is one for one in fully_sharded(model))}
+    sharded = {id(part) for part in fully_sharded(model)}
+    modules = cast(Iterable[tuple[str, nn.Module]], model.named_modules())
+    parts = {path: part for path, part in modules if id(part) in sharded}
     known = {path: found for path, part in parts.items() if (found := _options(part)) is not None}
     # A part whose layers are all split by themselves has no parameters, and any options.
     options = {path: known.get(path) or next(iter(known.values())) for path in parts}
@@ -83,7 +85,5 @@ def _skeleton(model: M, parts: Mapping[str, nn.Module]) -> M:
 
 def _is_registry(key: str) -> bool:
     """Whether an attribute is where `fully_shard` notes that a module was split."""
-    from torch.distributed._composable import contract
-
-    module: Any = sys.modules[contract.__module__]
+    module = sys.modules.get("torch.distributed._composable.contract")
     return key in (getattr(module, "STATE_KEY", None), getattr(module, "REGISTRY_KEY", None))

@@ -37,6 +37,7 @@ from gossamer.model import (
     prunable,
     unwrap,
 )
+from gossamer.model.distribution import is_distributed, refuse_unsupported
 from gossamer.model.weights import duplicate
 from gossamer.modifiers import EpochRangeModifier, LevelPruningModifier, Modifier, STRPruningModifier
 from gossamer.modifiers.base import known_names
@@ -138,6 +139,12 @@ class BaseScheduler:
         owner = unwrap(model)
         if sparsers.fake_sparse_modules(owner):
             raise GossamerError("prepare_sparse_model: the model is already prepared; call export_sparse_model first")
+        refuse_unsupported(model, "prepare_sparse_model")
+        if self.learns and is_distributed(model):
+            raise GossamerError(
+                f"prepare_sparse_model: {self.sparser.__name__} adds parameters, which is not supported for a model "
+                "whose parameters are split over ranks; use STRPruningModifier or ProbMaskPruningModifier in a recipe"
+            )
         if self.learns and owner is not model:
             raise GossamerError(
                 f"prepare_sparse_model: {self.sparser.__name__} adds parameters, which {type(model).__name__} around "
@@ -149,7 +156,7 @@ class BaseScheduler:
             inside = {id(parameter) for network in networks.values() for parameter in network.parameters()}
             outside = [name for name in prunable(owner) if id(get_parameter(owner, name)) not in inside]
             self.exclude = [*self.exclude, *outside]
-        elif self.uses_fx and owner is model:
+        elif self.uses_fx and owner is model and not is_distributed(model):
             prepared = as_graph_module(model, self.config.leaves)
         self.example_inputs, self.in_parts = example_inputs, networks is not None
         for scheduler in list(_schedulers):
