@@ -25,6 +25,7 @@ from gossamer.modifiers.base import Modifier, to_step
 from gossamer.quantities import MAX_EPOCHS, MAX_STEPS_PER_EPOCH, MIN_STEPS_PER_EPOCH
 from gossamer.recipe import Recipe, load
 from gossamer.sparse import measured_sparsity
+from gossamer.sparse.sharding import count
 
 if TYPE_CHECKING:
     from gossamer.engine.learning_rate import RecipeRates
@@ -510,7 +511,7 @@ def check_modify_arguments(model: object, optimizer: object, steps_per_epoch: An
 
 
 def _count_zeros(module: nn.Module) -> int:
-    return sum(weight.numel() - int(weight.detach().count_nonzero()) for weight in module.parameters())
+    return sum(weight.numel() - count(weight.detach()) for weight in module.parameters())
 
 
 def _report(problems: list[str]) -> list[str]:

@@ -48,6 +48,7 @@ from gossamer.msbench.generated_levels import GeneratedLevels
 from gossamer.msbench.generators import MaskGenerator
 from gossamer.msbench.tracing import as_graph_module, check_leaves
 from gossamer.recipe import Recipe
+from gossamer.sparse.sharding import count
 from gossamer.validation import problems_of
 
 if TYPE_CHECKING:
@@ -260,7 +261,7 @@ class BaseScheduler:
         owner = self._check_copy(model, "compute_sparse_rate")
         weights = [sparsers.effective_weight(owner, name) for name in self.names]
         total = sum(weight.numel() for weight in weights)
-        return sum(weight.numel() - int(weight.count_nonzero()) for weight in weights) / max(total, 1)
+        return sum(weight.numel() - count(weight.detach()) for weight in weights) / max(total, 1)
 
     def update_sparsity_per_layer(self, model: nn.Module, sparsity_rate: float | Mapping[str, float]) -> None:
         """Prune now, to one sparsity or to one for each layer by its name."""

@@ -46,6 +46,7 @@ from gossamer.quantities import (
 )
 from gossamer.recipe import Recipe
 from gossamer.sparse import fraction, interpolate, measured_sparsity, pulled
+from gossamer.sparse.sharding import count
 
 if TYPE_CHECKING:
     from gossamer.analysis.layers import LayerReport
@@ -164,7 +165,7 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         super().advance(model, iteration)
         if self.verbose:
             for name in self.names:
-                zeros = int((get_parameter(unwrap(model), name) == 0).count_nonzero())
+                zeros = count(get_parameter(unwrap(model), name).detach() == 0)
                 logger.info("iteration %d: '%s' has %d zeros", iteration, name, zeros)
         reached = self.iteration is not None and self.iteration + 1 >= self.total_iters
         if iteration + 1 >= self.total_iters and not reached:
