@@ -89,9 +89,7 @@ class _State:
         self.index_prefix = 0
 
     def nans(self) -> int:
-        return sum(
-            int(v.isnan().count_nonzero()) for v, s in zip(self.values, self.search.layers, strict=True) if s.counts
-        )
+        return sum(nans(values) for values, layer in zip(self.values, self.search.layers, strict=True) if layer.counts)
 
     def choose_all(self, chosen: bool) -> None:
         self.search.chosen = [torch.full_like(values, chosen, dtype=torch.bool) for values in self.values]
@@ -124,11 +122,18 @@ class _State:
             base += int(np.prod(layer.part.shape, dtype=np.int64))
 
 
+def nans(values: Tensor) -> int:
+    """How many are NaN; one pass without a copy when none is."""
+    if not values.numel() or not bool(values.aminmax().max.isnan()):
+        return 0
+    return int(values.isnan().count_nonzero())
+
+
 def _refuse_nan(states: Sequence[_State], ranks: Ranks) -> None:
     found = torch.tensor([sum(state.nans() for state in states)])
-    if nans := int(ranks.sum(found)):
+    if wrong := int(ranks.sum(found)):
         total = sum(int(np.prod(s.part.shape, dtype=np.int64)) for state in states for s in state.search.layers)
-        raise SparsityError(f"{nans} of {total} scores are NaN and cannot rank")
+        raise SparsityError(f"{wrong} of {total} scores are NaN and cannot rank")
 
 
 def _descend(states: Sequence[_State], bits: int, ranks: Ranks) -> None:

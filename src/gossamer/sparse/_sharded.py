@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import SparsityError
-from gossamer.sparse._selection import Scores, Search, select
+from gossamer.sparse._selection import Scores, Search, nans, select
 from gossamer.sparse.masks import smallest, zero_count
 from gossamer.sparse.patterns import NM, Block, Channel, Filter, NM2d, Pattern, Unstructured
 from gossamer.sparse.scores import BlockFisher, FilterKind
@@ -28,7 +28,7 @@ def layer_masks(scores: Mapping[str, Tensor], pattern: Pattern, sparsity: Mappin
         return {name: _mask_of_units(score, pattern, sparsity[name]) for name, score in scores.items()}
     full = {n: s for n, s in scores.items() if isinstance(pattern, NM) and pattern.reached(sparsity[n])}
     rest = {name: score for name, score in scores.items() if name not in full}
-    _refuse_nan(scores, ranks)
+    _refuse_nan(scores if isinstance(pattern, NM) else full, ranks)
     result = {name: _full_pattern(score, cast(NM, pattern)) for name, score in full.items()}
     grouped = {name: regrouped(score, pattern) for name, score in rest.items()}
     units = {name: _units(one.part, pattern) for name, one in grouped.items()}
@@ -52,7 +52,8 @@ def joint_masks(
         vectors = {name: unit_vector(score, pattern) for name, score in scores.items()}
         kept = select_units(vectors, zeros, bounds({name: len(vector) for name, vector in vectors.items()}))
         return {name: expand_units(pattern, keep, scores[name]) for name, keep in kept.items()}
-    _refuse_nan(scores, ranks)
+    if isinstance(pattern, NM):
+        _refuse_nan(scores, ranks)
     grouped = {name: regrouped(score, pattern) for name, score in scores.items()}
     units = {name: _units(one.part, pattern) for name, one in grouped.items()}
     layers = {name: Scores(part, ranks.counts(scores[name])) for name, part in units.items()}
@@ -197,10 +198,10 @@ def _ranks(scores: Mapping[str, Tensor]) -> Ranks:
 
 def _refuse_nan(scores: Mapping[str, Tensor], ranks: Ranks) -> None:
     """Raise on all ranks when one has a NaN."""
-    found = sum(int(local(score).isnan().count_nonzero()) for score in scores.values() if ranks.counts(score))
-    if nans := int(ranks.sum(torch.tensor([found]))):
+    found = sum(nans(local(score)) for score in scores.values() if ranks.counts(score))
+    if wrong := int(ranks.sum(torch.tensor([found]))):
         total = sum(score.numel() for score in cast(Sequence[Tensor], list(scores.values())))
-        raise SparsityError(f"{nans} of {total} scores are NaN and cannot rank")
+        raise SparsityError(f"{wrong} of {total} scores are NaN and cannot rank")
 
 
 class ShardedFisher:
