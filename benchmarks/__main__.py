@@ -23,6 +23,7 @@ from benchmarks.compiling import compiling
 from benchmarks.create_accuracy import create_accuracy
 from benchmarks.decoding import decoding_speed
 from benchmarks.detection_accuracy import detection_accuracy
+from benchmarks.distributed import distributed_update
 from benchmarks.file_size import file_size
 from benchmarks.import_time import import_time
 from benchmarks.integers import integer_speed
@@ -65,6 +66,7 @@ SHORT: dict[str, Benchmark] = {
 }
 LONG: dict[str, Benchmark] = {
     "mask-update-patterns": mask_update_of_patterns,
+    "distributed-update": distributed_update,
     "permutation-large": permutation_search_large,
     "runtime-all": runtime_speed_of_all,
     "methods-accuracy-digits": methods_accuracy_on_digits,

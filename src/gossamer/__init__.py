@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from gossamer import create
     from gossamer.calibration import oneshot
     from gossamer.engine import Manager
+    from gossamer.engine.distributed_state import gathered_state, read_distributed_state
     from gossamer.errors import GossamerError, RecipeError
     from gossamer.export.load import load
     from gossamer.model.recalibration import recalibrate
@@ -27,8 +28,10 @@ __all__ = [
     "RecipeError",
     "compose",
     "create",
+    "gathered_state",
     "load",
     "oneshot",
+    "read_distributed_state",
     "recalibrate",
     "register",
 ]
@@ -44,6 +47,8 @@ _HOMES = {
     "load": "export.load",
     "Manager": "engine",
     "oneshot": "calibration",
+    "gathered_state": "engine.distributed_state",
+    "read_distributed_state": "engine.distributed_state",
 }
 _PARTS = ("create", "export", "quantization")
 """Modules that are attributes of this one without an import of their own."""

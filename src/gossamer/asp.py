@@ -47,10 +47,12 @@ from gossamer.model import (
     weight_of,
 )
 from gossamer.model.additions import MASK, PRUNED, buffer_name, drop_buffers
+from gossamer.model.distribution import is_distributed, refuse_unsupported, reshard
 from gossamer.model.parameters import TIED, empties_a_norm
 from gossamer.model.permute import Permutation, find_permutation, state_of
 from gossamer.model.weights import is_conv1d, stored, unprunable
 from gossamer.sparse import NM, measured_sparsity, parse_nm, zero_where
+from gossamer.sparse.sharding import count, counts, is_sharded, local
 
 if TYPE_CHECKING:
     from gossamer.recipe import Recipe
@@ -121,6 +123,7 @@ class ASP:
         """
         expect_model(model, "init_model_for_pruning")
         _expect(verbosity, int, "verbosity", "number from 0 to 3")
+        refuse_unsupported(model, "init_model_for_pruning")
         owner = unwrap(model)
         pruner = Pruner(weakref.ref(owner), parse_calculator(mask_calculator), mask_calculator, verbosity)
         allowed, pruner.graph_folder = cls._saving
@@ -373,7 +376,7 @@ class Pruner:
     def enabled(self) -> bool:
         """Whether any weight is masked."""
         self._drop_missing()
-        return any(not bool(self.mask(name).all()) for name in self.weights)
+        return any(counts([~self.mask(name) for name in self.weights]))
 
     # Masks
 
@@ -381,6 +384,7 @@ class Pruner:
     @torch.no_grad()
     def compute(self, **search: Any) -> None:
         """Permute, compute the masks and zero the weights; on an error the model is unchanged."""
+        reshard(self.model())
         if not self.weights:
             raise GossamerError(f"no layer can be pruned: {self._reasons() or 'the whitelist matches none'}")
         if self.enabled and not self.recompute:
@@ -389,7 +393,7 @@ class Pruner:
                 "call init_model_for_pruning with allow_recompute_mask=True"
             )
         for name in self.weights:
-            if bool(get_parameter(self.model(), name).detach().isnan().any()):
+            if count(get_parameter(self.model(), name).detach().isnan()):
                 raise GossamerError(f"'{name}' cannot be pruned: it holds NaN; repair the weights first")
         if self.graph_folder is not None:
             _make_folder(self.graph_folder)
@@ -399,7 +403,9 @@ class Pruner:
             get_parameter(self.model(), name).copy_(self._dense(name))
         applied: Permutation | None = None
         try:
-            if self.permute and not again and self.permutation is None:
+            if self.permute and is_distributed(self.model()):
+                self._log(1, "channels are not permuted: the parameters of the model are split over ranks")
+            elif self.permute and not again and self.permutation is None:
                 permutation = self._permutation(search)
                 if permutation is not None:
                     permutation.apply(self.model(), list(self.optimizers))
@@ -426,6 +432,7 @@ class Pruner:
     @torch.no_grad()
     def restore(self) -> None:
         """Make the weights dense again."""
+        reshard(self.model())
         if not self.enabled:
             return
         if not self.recompute:
@@ -452,6 +459,8 @@ class Pruner:
             if isinstance(self.calculator, NM):
                 keep = self.calculator.keep_largest(_outputs_first(self.model(), name, weight))
                 return _outputs_first(self.model(), name, keep)
+            if is_sharded(weight):
+                raise GossamerError("mask_calculator: a function needs the whole weight, which is split over ranks")
             keep = cast(object, self.calculator(weight))
         if not isinstance(keep, Tensor) or keep.shape != weight.shape:
             shown = f"shape {tuple(keep.shape)}" if isinstance(keep, Tensor) else type(keep).__name__
@@ -501,6 +510,7 @@ class Pruner:
     def apply_masks(self) -> None:
         """Zero the masked weights; does nothing if the model no longer exists."""
         if self.reference() is not None:
+            reshard(self.model())
             self._follow_buffers()
             self._masks.apply(self.model())
 
@@ -518,12 +528,12 @@ class Pruner:
         self._drop_missing()
         for name in self.weights:
             mask = self.mask(name)
-            version = -1 if mask.is_inference() else mask._version  # pyright: ignore[reportPrivateUsage]
+            version = -1 if mask.is_inference() else mask._version + local(mask)._version  # pyright: ignore[reportPrivateUsage]
             known, seen = self._versions.get(name, (None, -1))
             if known is not None and known() is mask and seen == version >= 0:
                 continue
             self._versions[name] = (weakref.ref(mask), version)
-            if bool(mask.all()):
+            if not count(~mask):
                 self._masks.release(_HOLDER, name)
             else:
                 self._masks.hold(_HOLDER, name, mask, get_parameter(self.model(), name))

@@ -271,7 +271,8 @@ def _head(module: nn.Module, choices: Choices, times: Phases, prunes: bool) -> l
         )
         parts.append(f"prune {target} ({method.name}, {choices.mask_type})")
     parts += ["quantize"] * choices.quantization + ["distil"] * choices.distillation
-    lines = [f"Recipe for {type(module).__name__}, written by gossamer.create: {', '.join(parts) or 'train'}.", ""]
+    name = type(module).__name__.removeprefix("FSDP")  # which fully_shard puts in front
+    lines = [f"Recipe for {name}, written by gossamer.create: {', '.join(parts) or 'train'}.", ""]
     for start, end, what in _timeline(choices, times, prunes):
         lines.append(f"  epoch {start:g} to {end:g}: {what}")
     if choices.adapted:

@@ -18,6 +18,7 @@ from gossamer.model import ALL_PRUNABLE, get_parameter, prunable
 from gossamer.modifiers.base import to_step
 from gossamer.recipe.variables import evaluate
 from gossamer.sparse import Filter, zero_count
+from gossamer.sparse.sharding import count
 
 Fields = dict[str, object]
 WHOLE_RUN: Fields = {"start_epoch": 0.0, "end_epoch": "eval(num_epochs)"}
@@ -183,7 +184,7 @@ class Context:
         weights = [get_parameter(self.model, layer.name).detach() for layer in self.pruned]
         if any(weight.is_meta for weight in weights):
             return 0.0
-        zeros = sum(weight.numel() - int(weight.count_nonzero()) for weight in weights)
+        zeros = sum(weight.numel() - count(weight.detach()) for weight in weights)
         return zeros / max(sum(weight.numel() for weight in weights), 1)
 
 
@@ -207,7 +208,7 @@ def pruning(context: Context) -> tuple[list[Variable], list[Entry]]:
 def held_zeros(model: nn.Module, choices: Choices) -> list[Entry]:
     """Keep the zeros of the model, except in weights that are all zero: those are not trained yet."""
     weights = {name: get_parameter(model, name).detach() for name in prunable(model)}
-    zeros = {name: 0 if w.is_meta else w.numel() - int(w.count_nonzero()) for name, w in weights.items()}
+    zeros = {name: 0 if w.is_meta else w.numel() - count(w.detach()) for name, w in weights.items()}
     empty = [name for name, weight in weights.items() if weight.numel() and zeros[name] == weight.numel()]
     held = sum(count for name, count in zeros.items() if name not in empty)
     if held == 0 and choices.method is not CONSTANT:

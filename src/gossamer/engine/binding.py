@@ -23,6 +23,7 @@ from gossamer.model.parameters import empties_a_norm
 from gossamer.modifiers.base import EXCLUDED, SPARED_EMBEDDINGS, Modifier
 from gossamer.modifiers.distributed import Distributed
 from gossamer.modifiers.run import Data
+from gossamer.sparse.sharding import count, local
 
 if TYPE_CHECKING:
     from gossamer.engine.run import TrainingRun
@@ -172,7 +173,7 @@ class _Weights(_View):
 
     def zeros(self, name: str) -> tuple[int, int]:
         weight = self.parameter(name)
-        return weight.numel() - int(weight.detach().count_nonzero()), weight.numel()
+        return weight.numel() - count(weight.detach()), weight.numel()
 
     def write(self, name: str, values: Tensor) -> None:
         parameter = self.parameter(name)
@@ -275,7 +276,7 @@ class _Optimizer(_View):
         state: Mapping[str, Any] = self._run.optimizer.state.get(parameter, {})
         for value in (state.get(key) for key in _FIRST_MOMENTS):
             if isinstance(value, Tensor) and value.shape == parameter.shape:
-                value.zero_() if where is None else value.masked_fill_(where, 0)
+                value.zero_() if where is None else local(value).masked_fill_(local(where), 0)
 
     def restart_learning_rate(self) -> None:
         if self._run.scheduler_reset is not None:

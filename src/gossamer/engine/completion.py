@@ -19,6 +19,7 @@ from gossamer.errors import MAX_SUGGESTED
 from gossamer.model import get_parameter, has_parameter
 from gossamer.modifiers.base import Modifier
 from gossamer.sparse import Channel, Filter
+from gossamer.sparse.sharding import count, counts, local
 
 if TYPE_CHECKING:
     from gossamer.engine.run import TrainingRun
@@ -139,7 +140,8 @@ class PrunedWeights:
         if module is None:
             return ""
         names = [name for name in self.targets if has_parameter(module, name)]
-        weights = {name: get_parameter(module, name).detach() for name in names}
+        # Of a distributed model, this rank's part: the garbage collector does not run on all ranks at once.
+        weights = {name: local(get_parameter(module, name).detach()) for name in names}
         total = sum(weight.numel() for weight in weights.values())
         if not total:
             return ""
@@ -157,7 +159,7 @@ def report_lost_sparsity(run: TrainingRun) -> str | None:
         if all(has_parameter(run.module, name) for name in names):
             weights = [get_parameter(run.module, name).detach() for name in names]
             size = max(sum(weight.numel() for weight in weights), 1)
-            sparsity = 1 - sum(int(weight.count_nonzero()) for weight in weights) / size
+            sparsity = 1 - sum(counts(weights)) / size
             if sparsity < target - max(TOLERANCE, len(names) / size):  # each layer rounds to whole weights
                 lost.append(f"'{names[0]}'{' and others' if names[1:] else ''} {sparsity:.1%} of {target:.1%}")
     if not lost:
@@ -241,13 +243,13 @@ def warn_of_regrowth(run: TrainingRun) -> None:
         # What layers compute with a learned threshold or probability stays zero without a mask.
         if has_parameter(run.module, name) and not any(bound.weights.substitutes(name) for bound in run.modifiers):
             weight = get_parameter(run.module, name).detach()
-            if bool(weight.any()):  # a parameter that is all zeros was initialized to zero and is not sparse
+            if count(weight):  # a parameter that is all zeros was initialized to zero and is not sparse
                 weights[name] = weight
     total = sum(weight.numel() for weight in weights.values())
-    zeros = sum(weight.numel() - int(weight.count_nonzero()) for weight in weights.values())
+    zeros = total - sum(counts(list(weights.values())))
     held = {name: masks.zero_mask(name).to(weight.device) for name, weight in weights.items() if name in masks.names()}
-    kept = sum(int(mask.count_nonzero()) for mask in held.values())
-    masked = sum(int((weights[name] == 0).logical_and_(mask).count_nonzero()) for name, mask in held.items())
+    kept = sum(counts(list(held.values())))
+    masked = sum(counts([(weights[name] == 0).logical_and_(mask) for name, mask in held.items()]))
     if zeros - masked > _REGROWN * total:
         logger.warning(
             "%.1f%% of the weights that the recipe prunes are zero already, and at epoch %.4g it holds %.1f%%: "

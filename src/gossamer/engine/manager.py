@@ -20,10 +20,12 @@ from gossamer.engine.planned_sparsity import final_sparsities, planned_sparsitie
 from gossamer.engine.run import MetricLogger, TrainingRun, is_driven
 from gossamer.errors import GossamerError, Problem
 from gossamer.model import expect_model, has_parameter, unwrap, weight_of
+from gossamer.model.distribution import refuse_meta, refuse_unsupported, reshard
 from gossamer.modifiers.base import Modifier, to_step
 from gossamer.quantities import MAX_EPOCHS, MAX_STEPS_PER_EPOCH, MIN_STEPS_PER_EPOCH
 from gossamer.recipe import Recipe, load
 from gossamer.sparse import measured_sparsity
+from gossamer.sparse.sharding import count
 
 if TYPE_CHECKING:
     from gossamer.engine.learning_rate import RecipeRates
@@ -226,6 +228,7 @@ class Manager:
         stepped, the weights were trained without masks and are left unchanged.
         """
         run = self._attached()
+        reshard(run.wrapped_module)
         progress, trains = run.progress, run.optimizer is not None
         untrained = trains and progress.untrained
         regrown = not progress.stepped and run.masks.regrown(run.module)
@@ -378,6 +381,7 @@ class Manager:
         underlying parameter, and the share that of the computed weight.
         """
         run = self._attached()
+        reshard(run.wrapped_module)
         names = [name for name in run.pruned() if has_parameter(run.module, name)]
         return {name: measured_sparsity(weight_of(run.module, name)) for name in names}
 
@@ -478,6 +482,8 @@ class Manager:
     ) -> None:
         self._check_free()
         check_modify_arguments(module, optimizer, steps_per_epoch, scaler)
+        refuse_meta(module, "modify")
+        refuse_unsupported(module, "modify")
         parameters = {id(parameter) for parameter in module.parameters()}
         if not any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"]):
             raise GossamerError("modify: the optimizer holds none of the model's parameters; pass the model's own")
@@ -505,7 +511,7 @@ def check_modify_arguments(model: object, optimizer: object, steps_per_epoch: An
 
 
 def _count_zeros(module: nn.Module) -> int:
-    return sum(weight.numel() - int(weight.detach().count_nonzero()) for weight in module.parameters())
+    return sum(weight.numel() - count(weight.detach()) for weight in module.parameters())
 
 
 def _report(problems: list[str]) -> list[str]:

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from gossamer.errors import GossamerError
 from gossamer.model import get_parameter, has_parameter
 from gossamer.sparse import zero_where
+from gossamer.sparse.sharding import is_sharded, local, split_like
 
 if TYPE_CHECKING:
     from gossamer.model.thin.cuts import Cuts
@@ -124,14 +126,19 @@ class ZeroMasks:
         """Zero all masked weights of a copy of the model; names that it does not have."""
         missing = {name for name in self._zeros if not has_parameter(module, name)}
         for name in self._zeros.keys() - missing:
-            weight = get_parameter(module, name)
-            zero_where(weight, self._zeros[name].to(weight.device))
+            weight, zeros = get_parameter(module, name), self._zeros[name]
+            if is_sharded(weight) != is_sharded(zeros):
+                raise GossamerError(
+                    f"apply_masks: '{name}' is not distributed as the model's is; pass a copy that fully_shard or "
+                    "parallelize_module split in the same way"
+                )
+            zero_where(weight, zeros.to(weight.device))
         return missing
 
     def regrown(self, module: nn.Module) -> bool:
-        """Whether masked weights of the model are not zero."""
+        """Whether masked weights of the model are not zero; of a distributed one, on this rank."""
         names = [name for name in self._zeros if has_parameter(module, name)]
-        pairs = [(get_parameter(module, name).detach(), self._zeros[name]) for name in names]
+        pairs = [(local(get_parameter(module, name).detach()), local(self._zeros[name])) for name in names]
         # The shapes differ if filters were removed by other means.
         return any(
             weight.shape == zeros.shape and bool(weight.masked_select(zeros.to(weight.device)).any())
@@ -150,6 +157,8 @@ class ZeroMasks:
             zeros = self._zeros[name]
             if zeros.device != weight.device:
                 zeros = self._move(name, weight.device)
+            if is_sharded(weight) and not is_sharded(zeros):
+                zeros = self._split(name, weight)
             if self.before_zeroing is not None:
                 self.before_zeroing(weight, zeros)
             zero_where(weight, zeros)
@@ -158,6 +167,12 @@ class ZeroMasks:
     def _move(self, name: str, device: torch.device) -> Tensor:
         """Follow a weight that was moved to another device."""
         self._held[name] = {holder: zeros.to(device) for holder, zeros in self._held[name].items()}
+        self._combine(name)
+        return self._zeros[name]
+
+    def _split(self, name: str, weight: Tensor) -> Tensor:
+        """Follow a weight that was split over ranks since."""
+        self._held[name] = {holder: split_like(zeros, weight) for holder, zeros in self._held[name].items()}
         self._combine(name)
         return self._zeros[name]
 

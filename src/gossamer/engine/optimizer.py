@@ -16,6 +16,8 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from gossamer.sparse.sharding import counts
+
 if TYPE_CHECKING:
     from gossamer.engine.run import TrainingRun
 
@@ -36,6 +38,17 @@ def group_options(
     keys = [key for family, key in GROUP_OPTIONS.items() if family in families]
     groups = optimizer.param_groups if optimizer is not None else []
     return [{key: float(group[key]) for key in keys if key in group} for group in groups]
+
+
+def only_initializes(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step changes nothing: `torch.distributed.checkpoint` makes one to initialize an optimizer's state.
+
+    It has learning rates and gradients of zero, and the optimizer no state yet.
+    """
+    if optimizer.state or any(float(group.get("lr", 1.0)) != 0 for group in optimizer.param_groups):
+        return False
+    held = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+    return not any(counts([gradient for gradient in held if gradient is not None]))
 
 
 def restore_group_options(optimizer: torch.optim.Optimizer | None, saved: Sequence[Mapping[str, float]]) -> None:

@@ -26,15 +26,18 @@ from gossamer.engine.optimizer import (
     StepArguments,
     call_after_backward,
     group_options,
+    only_initializes,
     restore_group_options,
 )
 from gossamer.engine.samplers import no_losses
 from gossamer.engine.snapshot import Snapshot, shaped_tensors
 from gossamer.errors import MAX_SUGGESTED, GossamerError, Problem, RecipeError, SparsityError
 from gossamer.model import get_parameter, torch_mask, unwrap, weight_of
+from gossamer.model.distribution import reshard
 from gossamer.model.parameters import get_tensor
 from gossamer.modifiers.base import Modifier, locating_errors
 from gossamer.recipe import Recipe
+from gossamer.sparse.sharding import counts
 
 if TYPE_CHECKING:
     from gossamer.engine.learning_rate import RecipeRates, SchedulerReset
@@ -100,6 +103,8 @@ class TrainingRun:
         """True when the caller moves time, with `advance`; then an optimizer step only applies the masks."""
         self.before_first_step: Callable[[], None] | None = None
         """Called once before the first step of the optimizer, unless a state is loaded."""
+        self.step_is_empty = False
+        """While torch initializes the state of the optimizer, to load a checkpoint into it."""
         self.hook_calls = 0
         self.modifiers = self._modifiers()
         parts = [(bound.modifier, bound.timing) for bound in self.modifiers if bound.modifier.family != "logging"]
@@ -149,6 +154,7 @@ class TrainingRun:
 
     def begin(self, step: int) -> None:
         """Do what is due up to `step`; a failure leaves model and optimizer as they were."""
+        reshard(self.wrapped_module)
         self.before_attach = before = Snapshot(self)
         self.masks.before_zeroing = before.record_zeroing
         try:
@@ -185,6 +191,7 @@ class TrainingRun:
 
     def finish(self, *, keep_weights: bool = False) -> None:
         """Leave in the weights what the model computes with, unless `keep_weights`, and release the optimizer."""
+        reshard(self.wrapped_module)
         for bound in self.modifiers:
             if bound.status == "active":
                 (bound.modifier.discard if keep_weights else bound.modifier.finish)(bound)
@@ -206,6 +213,7 @@ class TrainingRun:
 
     def advance(self, step: int) -> None:
         """Move the clock to `step` and do what is due: ends first, then updates and starts by their start."""
+        reshard(self.wrapped_module)
         self.step = step
         self.progress.move(step)
         for bound, action in self._due(step):
@@ -264,6 +272,10 @@ class TrainingRun:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> StepArguments | None:
         """The optimizer's pre-step hook: modifiers see the gradients of what this optimizer trains."""
+        reshard(self.wrapped_module)
+        if self.step_is_empty or only_initializes(optimizer):
+            self.step_is_empty = True
+            return None
         if self.before_first_step is not None:
             check, self.before_first_step = self.before_first_step, None
             check()
@@ -286,6 +298,10 @@ class TrainingRun:
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The optimizer's post-step hook: masks are applied and time moves."""
+        if self.step_is_empty:
+            self.step_is_empty = False
+            self.apply_masks()
+            return
         self.hook_calls += 1
         self.progress.stepped = True
         self.before_attach = None
@@ -390,10 +406,16 @@ class TrainingRun:
     def state_dict(self) -> dict[str, Any]:
         from gossamer.engine.state import STATE_FORMAT, check_declared, to_saved
 
+        reshard(self.wrapped_module)
         for bound in self.modifiers:
             check_declared(bound)
         self.progress.saved_step = self.step
         shapes = {name: list(tensor.shape) for name, tensor in shaped_tensors(self.module)}
+        held = {bound.index: self.masks.of(bound.index) for bound in self.modifiers}
+        zeros = {
+            index: dict(zip(masks, counts([~keep for keep in masks.values()]), strict=True))
+            for index, masks in held.items()
+        }
         modifiers = {
             bound.key: {
                 "status": bound.status,
@@ -402,10 +424,13 @@ class TrainingRun:
                 "masks": to_saved(masks),
                 "parameters": {
                     **{name: {"shape": shapes[name]} for name in bound.bound_names if name in shapes},
-                    **{name: {"shape": list(keep.shape), "zeros": int((~keep).sum())} for name, keep in masks.items()},
+                    **{
+                        name: {"shape": list(keep.shape), "zeros": zeros[bound.index][name]}
+                        for name, keep in masks.items()
+                    },
                 },
             }
-            for bound, masks in ((bound, self.masks.of(bound.index)) for bound in self.modifiers)
+            for bound, masks in ((bound, held[bound.index]) for bound in self.modifiers)
         }
         families = {bound.modifier.family for bound in self.modifiers}
         teacher = self._copied_teacher if self._distills() else None
@@ -427,6 +452,7 @@ class TrainingRun:
         """
         from gossamer.engine.state import RunState, plan_resume
 
+        reshard(self.wrapped_module)
         parsed = state if isinstance(state, RunState) else RunState.parse(state)
         resume = plan_resume(self, parsed)
         if not resume.may_fail(self.modifiers):

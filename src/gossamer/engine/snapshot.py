@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from gossamer.engine.optimizer import group_options, restore_group_options
 from gossamer.model.parameters import named_state
+from gossamer.sparse.sharding import local
 
 if TYPE_CHECKING:
     from gossamer.engine.binding import Status
@@ -29,11 +30,12 @@ class _Saved:
 
     tensor: Tensor
     values: Tensor
-    """All of them, or those at `positions`."""
+    """All of them, or those at `positions` of this rank's part."""
     positions: Tensor | None = None
     moments: tuple[dict[str, Any], dict[str, Any]] | None = None
     """Of a parameter that was cut: the optimizer's dictionary for it, and what that held."""
-    version: int = -1
+    versions: tuple[int, int] = (-1, -1)
+    """Of the tensor, and of this rank's part of it."""
 
     def __post_init__(self) -> None:
         self.mark_untouched()
@@ -41,7 +43,7 @@ class _Saved:
     @property
     def untouched(self) -> bool:
         """Whether nothing has written the tensor; moving it to another device does not count."""
-        return self.tensor._version == self.version  # pyright: ignore[reportPrivateUsage]
+        return self._versions() == self.versions
 
     @property
     def cut(self) -> bool:
@@ -49,7 +51,10 @@ class _Saved:
 
     def mark_untouched(self) -> None:
         """Count writes from now on only."""
-        self.version = self.tensor._version  # pyright: ignore[reportPrivateUsage]
+        self.versions = self._versions()
+
+    def _versions(self) -> tuple[int, int]:
+        return self.tensor._version, local(self.tensor)._version  # pyright: ignore[reportPrivateUsage]
 
     def restore(self) -> None:
         if self.cut:
@@ -58,7 +63,7 @@ class _Saved:
         elif self.positions is None:
             self.tensor.copy_(self.values)
         else:
-            self.tensor[self.positions.to(self.tensor.device)] = self.values.to(self.tensor.device)
+            local(self.tensor.detach())[self.positions.to(self.tensor.device)] = self.values.to(self.tensor.device)
         if self.moments is not None:
             held, before = self.moments
             held.clear()
@@ -115,9 +120,10 @@ class Snapshot:
 
     def record_zeroing(self, tensor: Tensor, zeros: Tensor) -> None:
         """Copy the values of a tensor that are about to be zeroed, unless they are zero already."""
-        values = tensor.detach()[zeros]
+        where = local(zeros)
+        values = local(tensor.detach())[where]
         if bool(values.any()):
-            self._saved.append(_Saved(tensor, values, zeros.clone()))
+            self._saved.append(_Saved(tensor, values, where.clone()))
 
     def record_cut(self, tensor: Tensor, before: Tensor) -> None:
         """Keep the values of a tensor that has new, smaller data; the optimizer's state is cut next."""

@@ -20,8 +20,9 @@ from gossamer.engine.removals import REMOVALS, Removal, check_has_filters_of, du
 from gossamer.engine.snapshot import shaped_tensors
 from gossamer.errors import GossamerError
 from gossamer.model.parameters import empties_a_norm
-from gossamer.modifiers.state import BITS, LARGEST_SETTING, LARGEST_STEP, Item, Spec, StateLayout, short
+from gossamer.modifiers.state import BITS, LARGEST_SETTING, LARGEST_STEP, SHARDED, Item, Spec, StateLayout, short
 from gossamer.sparse import pack
+from gossamer.sparse.sharding import count, is_sharded
 
 if TYPE_CHECKING:
     from gossamer.engine.binding import BoundModifier, Status
@@ -180,6 +181,8 @@ def check_declared(bound: BoundModifier) -> None:
 
 def to_saved(value: Any) -> Any:
     """A copy of a state as it is saved: later steps do not change it, and masks are packed to bits."""
+    if isinstance(value, Tensor) and is_sharded(value):
+        return {SHARDED: value.detach().clone()} if value.dtype == torch.bool else value.detach().clone()
     if isinstance(value, Tensor):
         return {BITS: pack(value)} if value.dtype == torch.bool else value.detach().clone()
     if isinstance(value, Mapping):
@@ -355,7 +358,7 @@ def _plan_modifier(
             masks[name] = keep = item.mask(specs[name])
             if empties_a_norm(bound.module, name, keep):
                 raise item.error("a mask that keeps a weight in each row, because the layer divides by its norm")
-            zeros, saved_zeros = keep.numel() - int(keep.count_nonzero()), saved.zeros(name)
+            zeros, saved_zeros = keep.numel() - count(keep), saved.zeros(name)
             if saved_zeros is not None and zeros != saved_zeros:
                 raise GossamerError(f"{item.where}: expected {saved_zeros} zeros, found {zeros}; save the state again")
         if reason is not None:

@@ -90,5 +90,5 @@ def _check(accelerator: Any) -> None:
     if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise GossamerError(
             f"attach: {accelerator.distributed_type.value} does not run the step hooks of torch, which a recipe needs; "
-            "use DDP or FSDP"
+            "use DDP, or split the model with fully_shard"
         )

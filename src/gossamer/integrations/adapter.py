@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from gossamer.engine import Manager
+from gossamer.engine.distributed_state import gathered_state
 from gossamer.engine.learning_rate import RecipeRates
 from gossamer.engine.removals import apply_saved_removals, thinned_shapes
 from gossamer.engine.run import MetricLogger
@@ -187,12 +188,15 @@ class Adapter:
             )
 
     def _state(self) -> dict[str, Any] | None:
-        """The state to save in a checkpoint: of the current training, or of the last one."""
+        """The state to save in a checkpoint: of the current training, or of the last one.
+
+        Every rank calls this: what is split over ranks is gathered, so that any number of ranks can resume.
+        """
         if self._manager is None:
             return self._final
         if self._rates is not None:
             self._rates.restore()  # the state holds learning rates, which the library's scheduler may have changed
-        return self._manager.state_dict()
+        return gathered_state(self._manager.state_dict())
 
     def _load(self, state: Mapping[str, Any]) -> None:
         """Load another state into the current training."""

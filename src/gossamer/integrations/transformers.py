@@ -62,7 +62,7 @@ class SparsityCallback(Adapter, TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if args.deepspeed is not None:
-            raise GossamerError("DeepSpeed does not run the step hooks of torch, which a recipe needs; use DDP or FSDP")
+            raise GossamerError("DeepSpeed does not run the step hooks of torch, which a recipe needs; use DDP")
         self._remove_load_hook()
         optimizer, model, loader = kwargs["optimizer"], kwargs["model"], kwargs["train_dataloader"]
         steps = self._steps(batches_in(loader), args.gradient_accumulation_steps)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from gossamer.model.distribution import fully_sharded
 from gossamer.model.parameters import first_names, get_module, unwrap
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -31,10 +32,14 @@ class Substitution:
     def __init__(self, module: nn.Module, name: str, substitute: Substitute) -> None:
         self._handles: list[RemovableHandle] = []
         self._callers: list[weakref.ref[nn.Module]] = []
+        sharded = {id(part) for part in fully_sharded(module)}
         for caller, path, leaf in _users(module, name):
+            if sharded and not _has_whole_weight(caller, path, module, sharded):
+                continue
             hooks = _Hooks(path, leaf, substitute)
-            # Before the hooks that compute a layer's weight from the one that is replaced.
-            self._handles.append(caller.register_forward_pre_hook(hooks.enter, prepend=True))
+            # Before the hooks that compute a layer's weight from the one that is replaced, and after those of
+            # `fully_shard`, which gather the weight.
+            self._handles.append(caller.register_forward_pre_hook(hooks.enter, prepend=not sharded))
             self._handles.append(caller.register_forward_hook(hooks.leave, always_call=True))
             self._callers += [weakref.ref(caller), weakref.ref(get_module(caller, path))]
         self._recompile()
@@ -129,6 +134,14 @@ def _users(module: nn.Module, name: str) -> Iterator[tuple[nn.Module, str, str]]
             users = {path: "", above: last if path else "", "": path}
             for user, inner in users.items():
                 yield get_module(unwrap(module), user), inner, leaf
+
+
+def _has_whole_weight(caller: nn.Module, path: str, module: nn.Module, sharded: Container[int]) -> bool:
+    """Whether `fully_shard` has gathered a weight at `path` by the time that the caller computes."""
+    owner = get_module(caller, path)
+    if owner is caller:
+        return True
+    return caller is not unwrap(module) and id(owner) not in sharded
 
 
 # Hooks and torch.compile

@@ -23,6 +23,7 @@ from gossamer.model.example_inputs import Arguments, as_arguments, guess_inputs
 from gossamer.model.parameters import first_names, get_parameter, get_tensor, named_modules, prunable, unwrap, weight_of
 from gossamer.model.tracing.tracer import Observer, Tracer, Untraceable, fake_mode, storage_of, tensors_in
 from gossamer.model.weights import check_values, is_subclass, opaque, weights_of
+from gossamer.sparse.sharding import count
 
 
 @dataclass(frozen=True)
@@ -71,16 +72,16 @@ def count_by_kind(model: nn.Module) -> dict[str, tuple[int, int]]:
     {'linear': (6, 6)}
     """
     totals: dict[str, tuple[int, int]] = {}
-    for count in count_weights(model).values():
-        total, nonzero = totals.get(count.kind, (0, 0))
-        totals[count.kind] = (total + count.weights, nonzero + count.weights - count.zeros)
+    for counted in count_weights(model).values():
+        total, nonzero = totals.get(counted.kind, (0, 0))
+        totals[counted.kind] = (total + counted.weights, nonzero + counted.weights - counted.zeros)
     return totals
 
 
 def _zeros(values: Tensor) -> int:
     dense = values if values.layout == torch.strided else values.to_dense()
     countable = dense if dense.element_size() > 1 else dense.float()  # torch cannot count in floats of eight bits
-    return countable.numel() - int(torch.count_nonzero(countable))
+    return countable.numel() - count(countable)
 
 
 _KEY = ("example_inputs",)

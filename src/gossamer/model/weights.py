@@ -23,6 +23,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from gossamer.errors import GossamerError
+from gossamer.sparse.sharding import is_sharded
 
 WHOLE = -1
 """One norm over all elements of a weight."""
@@ -185,9 +186,13 @@ def unprunable(parameter: Tensor) -> str | None:
 
 
 def is_subclass(parameter: Tensor) -> bool:
-    """Whether it is another kind of tensor than a parameter or buffer of torch."""
+    """Whether it is another kind of tensor than a parameter or buffer of torch, or one that is split over ranks."""
     kind = type(parameter)
-    return kind not in (Tensor, nn.Parameter) and not issubclass(kind, nn.Parameter | nn.Buffer)
+    return (
+        not is_sharded(parameter)
+        and kind not in (Tensor, nn.Parameter)
+        and not issubclass(kind, nn.Parameter | nn.Buffer)
+    )
 
 
 def shares_elements(tensor: Tensor) -> bool:

@@ -16,6 +16,7 @@ from gossamer.modifiers.pruning import RankedPruningModifier
 from gossamer.modifiers.state import LARGEST_WEIGHT, Item, Spec, StateField, flag, masks, same_names, tensors
 from gossamer.quantities import Epoch, Frequency, GradientCount, PositiveFactor, PositiveShare, Sparsity, WeightDecay
 from gossamer.sparse import cosine, erdos_renyi, fraction, magnitude, smallest, uniform
+from gossamer.sparse.sharding import count, is_sharded
 
 
 class DynamicPruningModifier(RankedPruningModifier):
@@ -166,16 +167,16 @@ class RigLPruningModifier(DynamicPruningModifier):
     @staticmethod
     def exchange(weight: Tensor, gradient: Tensor, keep: Tensor, share: float) -> Tensor:
         """The mask after `share` of the kept weights, the smallest, is replaced by those with the largest gradients."""
-        kept = int(keep.count_nonzero())
+        kept = count(keep)
         moves = round(kept * share)
         if moves == 0:
             return keep
         infinity = torch.tensor(float("inf"), dtype=weight.dtype, device=weight.device)
-        alive = torch.where(keep, weight.abs(), -infinity).reshape(-1)
-        stay = ~smallest(alive, alive.numel() - kept + moves)
-        candidates = torch.where(stay, -infinity, gradient.reshape(-1).to(weight.dtype))
-        grown = ~smallest(candidates, candidates.numel() - moves)
-        return (stay | grown).reshape(keep.shape)
+        alive = torch.where(keep, weight.abs(), -infinity)
+        stay = ~_smallest(alive, alive.numel() - kept + moves)
+        candidates = torch.where(stay, -infinity, gradient.to(weight.dtype))
+        grown = ~_smallest(candidates, candidates.numel() - moves)
+        return stay | grown
 
 
 class TopKASTPruningModifier(DynamicPruningModifier):
@@ -319,6 +320,11 @@ class ADMMPruningModifier(DynamicPruningModifier):
         run.state.clear()
         self.hold(run, self.magnitude_masks(run, self.final_sparsity))
         super().end(run)
+
+
+def _smallest(scores: Tensor, count: int) -> Tensor:
+    """`smallest` for any shape."""
+    return smallest(scores, count) if is_sharded(scores) else smallest(scores.reshape(-1), count).reshape(scores.shape)
 
 
 def _wide(parameter: Tensor) -> Tensor:

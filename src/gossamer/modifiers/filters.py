@@ -21,8 +21,9 @@ from gossamer.model import first_names, get_parameter, has_parameter, prunable
 from gossamer.model.parameters import bias_beside
 from gossamer.modifiers.base import Run
 from gossamer.modifiers.scoring import outputs_first
-from gossamer.sparse import Unstructured, global_masks, zero_count
+from gossamer.sparse import Filter, Unstructured, global_masks, unit_vector, zero_count
 from gossamer.sparse.allocation import most_zeros
+from gossamer.sparse.sharding import count, is_sharded, split_like
 
 if TYPE_CHECKING:
     from gossamer.model.tracing.channels import Ints
@@ -334,20 +335,20 @@ def hold_vectors(run: Run, vectors: Mapping[str, Vector], graph: FilterGraph | N
             dead |= rows[vector.weight]
         if gone is not None and vector.classes is not None and len(vector.classes) == len(dead):
             dead |= torch.from_numpy(gone[vector.classes])
-        dead = dead.to(values.device)
+        dead = split_like(dead.to(values.device), values)
         held = run.masks.get(name)
-        if held is None and bool(dead.any()) and (left := run.masks.inherited(name, SAVED)) is not None:
+        if held is None and count(dead) and (left := run.masks.inherited(name, SAVED)) is not None:
             held, saved[name] = left[0].to(values.device), left[1].to(values).clone()
         before = torch.zeros_like(dead) if held is None else ~held
         if zeros_only:
             dead &= before | (values == 0)
-        if bool((dead & ~before).any()):
+        if count(dead & ~before):
             saved[name] = torch.where(dead & ~before, values, saved.get(name, values).to(values))
-        if bool(dead.any()):
+        if count(dead):
             run.masks.set(name, ~dead)
         elif held is not None:
             run.masks.release(name)
-        if bool((before & ~dead).any()) and name in saved:
+        if count(before & ~dead) and name in saved:
             run.weights.write(name, torch.where(before & ~dead, saved[name].to(values), values))
     if not saved:
         del run.state[SAVED]
@@ -358,7 +359,10 @@ def _dead_rows(run: Run, name: str) -> Tensor | None:
     keep = run.masks.get(name)
     if keep is None or keep.dim() < 2:
         return None
-    return ~outputs_first(run, name, keep).flatten(1).any(1).cpu()
+    rows = outputs_first(run, name, keep)
+    if is_sharded(rows):
+        return (unit_vector(Filter(), rows.float()) == 0).cpu()
+    return ~rows.flatten(1).any(1).cpu()
 
 
 def _dead_classes(graph: FilterGraph, rows: Mapping[str, Tensor]) -> Bools:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gossamer.errors import FieldError, ModifierError, Problem, SparsityError
 from gossamer.model import ALL_PRUNABLE
+from gossamer.model.distribution import is_distributed
 from gossamer.modifiers.base import EndEpoch, Outlook, ParamName, ParamNames, Run
 from gossamer.modifiers.pruning import PruningModifier, RankedPruningModifier
 from gossamer.modifiers.scoring import (
@@ -43,6 +44,7 @@ from gossamer.quantities import (
 from gossamer.sparse import NM, Filter, energy, erdos_renyi, fraction, interpolate, uniform, zero_count
 from gossamer.sparse.schedules import Interpolation
 from gossamer.sparse.scores import FilterKind
+from gossamer.sparse.sharding import count, split_like
 
 FROM_PARAM = "__FROM_PARAM__"
 Allocation = Literal["uniform", "erk", "global", "energy"]
@@ -137,7 +139,17 @@ class GMPruningModifier(RankedPruningModifier):
         """The last gradients of a weight, flat; no more than an update uses."""
         flat = Spec((math.prod(weight.shape),), weight.dtype, weight.device)
         kept = item.items()[-self.most_gradients :]
-        return [gradient.tensor(flat) for gradient in kept if gradient.shape() == flat.shape]
+        kept = [gradient for gradient in kept if gradient.shape() in (flat.shape, weight.shape)]
+        if weight.template is None:
+            whole = [gradient.tensor(flat if gradient.shape() == flat.shape else weight) for gradient in kept]
+            return [gradient.reshape(-1) for gradient in whole]
+        # Flat ones are those of a single process; a weight that is split over ranks keeps its shape.
+        return [
+            split_like(gradient.tensor(flat).reshape(weight.shape), weight.template)
+            if gradient.shape() == flat.shape != weight.shape
+            else gradient.tensor(weight)
+            for gradient in kept
+        ]
 
     @property
     def most_gradients(self) -> int:
@@ -168,6 +180,10 @@ class GMPruningModifier(RankedPruningModifier):
 
     def bind(self, run: Run) -> list[str]:
         self.scorer.check(run)
+        if self.permute and is_distributed(run.module):
+            raise ModifierError(
+                "channels cannot be reordered in a model whose parameters are split over ranks", "permute"
+            )
         if not isinstance(self.final_sparsity, dict):
             return super().bind(run)
         finals: dict[str, float] = {}
@@ -494,7 +510,7 @@ class LevelPruningModifier(PruningModifier):
     def sparsities(self, run: Run, sparsity: float) -> dict[str, float]:
         """The sparsity of each layer at a level, by the weights as they are now."""
         masks = self._masks_at(run, sparsity)
-        return {name: 1 - int(keep.count_nonzero()) / max(keep.numel(), 1) for name, keep in masks.items()}
+        return {name: 1 - count(keep) / max(keep.numel(), 1) for name, keep in masks.items()}
 
     def _masks_at(self, run: Run, sparsity: float) -> dict[str, Tensor]:
         shared = self.allocated({name: run.weights.parameter(name) for name in run.targets}, sparsity)

@@ -40,7 +40,7 @@ from gossamer.sparse import (
     hard_masks,
     initial_probabilities,
     interpolate,
-    logistic_noise,
+    logistic_noise_like,
     probability_gradient,
     project,
     pulled,
@@ -50,6 +50,7 @@ from gossamer.sparse import (
     threshold_pull,
     zero_count,
 )
+from gossamer.sparse.sharding import count, counts, full_like, local, sharded_dims
 
 TRAVEL, SLOWEST, FASTEST = 5.0, 6e-3, 0.2
 """The default learning rate of probabilities is TRAVEL / steps, between SLOWEST and FASTEST."""
@@ -245,7 +246,7 @@ class STRPruningModifier(LearnedPruningModifier):
             )
         for name in self.names(run):
             effective = soft_threshold(run.weights.parameter(name).detach(), run.state["thresholds"][name])
-            if not bool(effective.any()):
+            if not count(effective):
                 field = "st_decay" if self.final_sparsity is None else "final_sparsity"
                 logger.warning("%s zeroed all of '%s'; reduce %s or st_lr", self.name, name, field)
             run.weights.write(name, effective)
@@ -266,7 +267,7 @@ def effective_sparsity(run: Run) -> float:
     """The share of zeros in what the layers of an `STRPruningModifier` compute with now."""
     thresholds: Mapping[str, Tensor] = run.state["thresholds"]
     weights = {name: run.weights.parameter(name).detach() for name in run.targets if name in thresholds}
-    kept = sum(int(soft_threshold(weight, thresholds[name]).count_nonzero()) for name, weight in weights.items())
+    kept = sum(counts([soft_threshold(weight, thresholds[name]) for name, weight in weights.items()]))
     return 1 - kept / max(sum(weight.numel() for weight in weights.values()), 1)
 
 
@@ -334,6 +335,15 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
     def check_state(self, item: Item, state: Mapping[str, Any]) -> None:
         same_names(item, state, *ADAM, "steps")
 
+    def bind(self, run: Run) -> list[str]:
+        targets = super().bind(run)
+        for name in targets:
+            if len(sharded_dims(run.weights.parameter(name))) > 1:
+                raise ModifierError(
+                    f"'{name}' is split along two dimensions of the mesh, which {self.name} does not support", "params"
+                )
+        return targets
+
     def start(self, run: Run) -> None:
         first = initial_probabilities({name: run.weights.parameter(name).detach() for name in run.targets})
         run.state["probabilities"] = first
@@ -362,7 +372,7 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
                 keep = run.masks.get(name)
                 return weight if keep is None else _only(weight, keep)
             if training:
-                return weight * run.scratch["drawn"][name].to(weight)
+                return weight * full_like(run.scratch["drawn"][name], weight).to(weight)
             return _only(weight, (run.scratch["kept"] if "kept" in run.scratch else rank(run))[name])
 
         return masked
@@ -380,10 +390,10 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
         probabilities, first, second = ([run.state[part][name] for name in found] for part in ADAM)
         steps: dict[str, int] = run.state["steps"]
         adam(
-            probabilities,
-            list(found.values()),
-            first,
-            second,
+            [local(p) for p in probabilities],
+            [local(gradient) for gradient in found.values()],
+            [local(moment) for moment in first],
+            [local(moment) for moment in second],
             [],
             [torch.tensor(float(steps[name])) for name in found],
             lr=self._rate(run),
@@ -446,7 +456,7 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
         probabilities: dict[str, Tensor] = run.state["probabilities"]
         tau = self._temperature(run)
         run.scratch["drawn"] = {
-            name: relaxed_mask(p, logistic_noise(p.shape, self.seed, run.clock.step, index, p.device), tau)
+            name: relaxed_mask(p, logistic_noise_like(p, self.seed, run.clock.step, index), tau)
             for index, (name, p) in enumerate(probabilities.items())
         }
         run.scratch.pop("kept", None)
@@ -489,4 +499,4 @@ def _single(weight: Spec) -> Spec:
 
 
 def _only(weight: Tensor, keep: Tensor) -> Tensor:
-    return weight.masked_fill(keep.to(weight.device).logical_not(), 0)
+    return weight.masked_fill(full_like(keep, weight).to(weight.device).logical_not(), 0)

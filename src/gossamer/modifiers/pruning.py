@@ -50,13 +50,17 @@ from gossamer.sparse import (
     Filter,
     Pattern,
     Unstructured,
+    expand_units,
     global_masks,
+    layer_masks,
     magnitude,
     parse_pattern,
+    unit_vector,
     within_reach,
     zero_count,
 )
 from gossamer.sparse.masks import refuse_nan
+from gossamer.sparse.sharding import any_sharded, count, counts, is_sharded
 
 logger = logging.getLogger("gossamer")
 
@@ -176,7 +180,7 @@ class PruningModifier(Modifier):
                 run.log.skip(name, EXCLUDED)
                 continue
             parameter = run.weights.parameter(name)
-            if parameter.numel() and bool(parameter.detach().isnan().any()):
+            if parameter.numel() and count(parameter.detach().isnan()):
                 raise ModifierError(f"'{name}' contains NaN and cannot be pruned; fix the weights first", field)
             reason = self._divides_by_zero(run, name)
             if reason and name in matches.exact:
@@ -265,8 +269,14 @@ class PruningModifier(Modifier):
         return None
 
     def _divides_by_zero(self, run: Run, name: str) -> str | None:
-        """Why a layer with weight norm, which divides rows by their norm, would compute NaN."""
+        """Why a layer with weight norm, which divides rows by their norm, would compute NaN, or is not supported."""
         weight = stored_weight(run.module, name)
+        if (
+            weight is not None
+            and is_sharded(run.weights.parameter(name))
+            and (weight.norm, weight.mask) != (None, None)
+        ):
+            return "its layer computes it from other tensors, which is not supported where it is split over ranks"
         if weight is None or weight.norm in (None, WHOLE):
             return None
         remedy = "remove weight norm from the layer first"
@@ -288,21 +298,23 @@ class PruningModifier(Modifier):
     def masks(self, run: Run, scores: Mapping[str, Tensor], sparsity: Mapping[str, float] | float) -> dict[str, Tensor]:
         """Masks for a sparsity per layer, or for one number over all layers together."""
         rows: dict[str, Tensor] = {}
-        for name, score in scores.items():
+        nans = counts([score.isnan() for score in scores.values()]) if any_sharded(scores.values()) else None
+        for index, (name, score) in enumerate(scores.items()):
             try:
-                refuse_nan(score)
+                if nans is None or nans[index]:
+                    refuse_nan(score)
             except SparsityError as error:
                 raise ModifierError(f"'{name}' cannot be pruned at step {run.clock.step}: {error}") from None
             rows[name] = self._rows(run, name, with_norms_kept(run.module, name, score))
         if (filters := self.filters(run)) is not None:
-            units = {name: self.pattern.unit_scores(score) for name, score in rows.items()}
+            units = {name: unit_vector(self.pattern, score) for name, score in rows.items()}
             numels = {name: score.numel() for name, score in rows.items()}
             parts = filters.pools.keep(units, sparsity, self.caps(run), numels)
             if not isinstance(sparsity, Mapping):
                 self._warn_of_emptied(run, [name for name, part in parts.items() if part.numel() and not part.any()])
-            kept = {name: self.pattern.expand(part, rows[name].shape) for name, part in parts.items()}
+            kept = {name: expand_units(self.pattern, part, rows[name]) for name, part in parts.items()}
         elif isinstance(sparsity, Mapping):
-            kept = {name: self.pattern.mask(score, sparsity[name]) for name, score in rows.items()}
+            kept = layer_masks(rows, self.pattern, sparsity)
         else:
             kept = global_masks(rows, self.pattern, sparsity, self.caps(run))
         return {name: self._rows(run, name, keep).contiguous() for name, keep in kept.items()}
@@ -371,9 +383,7 @@ class RankedPruningModifier(PruningModifier):
         if not self.ranks_by_weights:
             return dict.fromkeys(run.targets, self._outlook(None, "learned"))
         masks = self.masks(run, self.rank(run), self.goal)
-        return {
-            name: self._outlook(keep.numel() - int(keep.count_nonzero()), "estimated") for name, keep in masks.items()
-        }
+        return {name: self._outlook(keep.numel() - count(keep), "estimated") for name, keep in masks.items()}
 
     def bind(self, run: Run) -> list[str]:
         targets = super().bind(run)
@@ -382,8 +392,11 @@ class RankedPruningModifier(PruningModifier):
             if (filters := self.filters(run)) is not None:
                 units, bounds = filters.pools.sizes(), filters.pools.bounds(caps)
             else:
-                rows = {name: self._rows(run, name, run.weights.parameter(name).detach()) for name in targets}
-                units = {name: self.pattern.unit_scores(weight).numel() for name, weight in rows.items()}
+                rows = {name: self._rows(run, name, run.weights.parameter(name).detach()).shape for name in targets}
+                units = {
+                    name: self.pattern.unit_scores(torch.empty(shape, device="meta")).numel()
+                    for name, shape in rows.items()
+                }
                 bounds = caps
             try:
                 within_reach(units, self.goal, bounds)
@@ -431,7 +444,7 @@ class ConstantPruningModifier(PruningModifier):
         masks: dict[str, Tensor] = {}
         for name in run.targets:
             keep = run.weights.parameter(name).detach() != 0
-            if bool(keep.all()):
+            if not count(~keep):
                 run.log.skip(name, "dense: it has no zeros")
             else:
                 masks[name] = keep

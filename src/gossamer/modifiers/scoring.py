@@ -17,11 +17,16 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 
 from gossamer.errors import ModifierError
 from gossamer.model import is_transposed
+from gossamer.model.distribution import is_distributed, sharded_tensors
 from gossamer.modifiers.base import Run
-from gossamer.sparse import BlockFisher, magnitude, movement
+from gossamer.sparse import BlockFisher, Filter, ShardedFisher, expand_units, magnitude, movement
 from gossamer.sparse.scores import FilterKind, filter_scores
+from gossamer.sparse.sharding import is_sharded, refuse_flat
 
 FILTER_KINDS: tuple[FilterKind, ...] = get_args(FilterKind)
+
+
+Fisher = BlockFisher | ShardedFisher
 
 
 class FisherDefaults(NamedTuple):
@@ -72,6 +77,8 @@ class FilterScorer(Scorer):
         """Rounded to float32, so that filters that differ by round-off tie; as float64, so that their mean is exact."""
         weight = outputs_first(run, name, run.weights.parameter(name).detach())
         numbers = filter_scores(weight, self.kind).float().double()
+        if is_sharded(weight):
+            return outputs_first(run, name, expand_units(Filter(), numbers, weight))
         return outputs_first(run, name, numbers.reshape(-1, *[1] * (weight.dim() - 1)).expand_as(weight))
 
 
@@ -117,6 +124,16 @@ class FisherScorer(Scorer):
     surgeon: bool
 
     def check(self, run: Run) -> None:
+        if is_distributed(run.module):
+            if self.block_size is None:
+                raise ModifierError(
+                    "the Fisher matrix of a whole parameter needs all of it on one rank, which is not supported for a "
+                    "model that is split over ranks; set a number",
+                    "fisher_block_size",
+                )
+            for name, parameter in sharded_tensors(run.module):
+                if (reason := refuse_flat(parameter)) is not None:
+                    raise ModifierError(f"'{name}' cannot be ranked: {reason}")
         if self.surgeon and run.data.grad_sampler is None:
             raise ModifierError(
                 "needs gradients of single batches: pass grad_sampler= to modify(), a mapping with "
@@ -133,7 +150,8 @@ class FisherScorer(Scorer):
             gradient = run.weights.gradient(name)
             if gradient is not None:
                 kept = rows.setdefault(name, [])
-                kept.append(gradient.detach().reshape(-1).clone())
+                values = gradient.detach()
+                kept.append(values.clone() if is_sharded(values) else values.reshape(-1).clone())
                 del kept[:-count]
 
     def scores(self, run: Run, names: Sequence[str]) -> dict[str, Tensor]:
@@ -148,12 +166,12 @@ class FisherScorer(Scorer):
         )
 
     def compensate(self, run: Run, masks: Mapping[str, Tensor]) -> None:
-        fisher: dict[str, tuple[BlockFisher, float]] = run.scratch.pop("fisher", {})
-        for name in fisher.keys() & masks.keys():
+        fisher: dict[str, tuple[Fisher, float]] = run.scratch.pop("fisher", {})
+        for name in (name for name in fisher if name in masks):  # the same order on all ranks
             matrix, damp = fisher[name]
             run.weights.write(name, matrix.compensated(run.weights.parameter(name), masks[name], damp))
 
-    def _damp(self, fisher: Mapping[str, BlockFisher]) -> dict[str, float]:
+    def _damp(self, fisher: Mapping[str, Fisher]) -> dict[str, float]:
         """The damp by name: the recipe's, or a fraction of the mean diagonal.
 
         Layers that are ranked together share one, so that it adds the same to the score of a weight in each of them.
@@ -171,17 +189,17 @@ class FisherScorer(Scorer):
         # Without any gradient every damp ranks by magnitude.
         return {name: DAMP * mean or 1.0 for name, mean in means.items()}
 
-    def _kept(self, run: Run, names: Sequence[str]) -> dict[str, BlockFisher]:
+    def _kept(self, run: Run, names: Sequence[str]) -> dict[str, Fisher]:
         rows: dict[str, list[Tensor]] = run.state.get("gradients", {})
-        fisher: dict[str, BlockFisher] = {}
+        fisher: dict[str, Fisher] = {}
         for name, kept in rows.items():
             if kept and name in names:
-                fisher[name] = BlockFisher(run.weights.parameter(name), self.block_size, len(kept))
+                fisher[name] = self._matrix(run.weights.parameter(name), len(kept))
                 for gradient in kept:
                     fisher[name].add(gradient)
         return fisher
 
-    def _sampled(self, run: Run, names: Sequence[str]) -> dict[str, BlockFisher]:
+    def _sampled(self, run: Run, names: Sequence[str]) -> dict[str, Fisher]:
         """One gradient per loss that the sampler yields; restores gradients, buffers and modes of the model.
 
         Batch norm uses its running statistics meanwhile: the Fisher matrix assumes independent samples, and batch
@@ -189,7 +207,7 @@ class FisherScorer(Scorer):
         """
         parameters = {name: run.weights.parameter(name) for name in names}
         count = self.num_grads(_reached(run))
-        fisher = {name: BlockFisher(weight, self.block_size, count) for name, weight in parameters.items()}
+        fisher = {name: self._matrix(weight, count) for name, weight in parameters.items()}
         before = {name: parameter.grad for name, parameter in run.module.named_parameters()}
         buffers: dict[str, Tensor] = {name: buffer.clone() for name, buffer in run.module.named_buffers()}
         frozen = [parameter for parameter in parameters.values() if not parameter.requires_grad]
@@ -222,6 +240,12 @@ class FisherScorer(Scorer):
         if not sampled:
             raise ModifierError("the gradient sampler yielded no loss; give it at least one batch")
         return fisher
+
+    def _matrix(self, weight: Tensor, gradients: int) -> Fisher:
+        if is_sharded(weight):
+            assert self.block_size is not None
+            return ShardedFisher(weight, self.block_size, gradients)
+        return BlockFisher(weight, self.block_size, gradients)
 
     def _losses(self, run: Run) -> Iterator[Tensor]:
         assert run.data.grad_sampler is not None

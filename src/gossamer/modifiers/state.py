@@ -16,9 +16,12 @@ from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, nearest
 from gossamer.sparse import unpack
+from gossamer.sparse.sharding import distributed_alike, is_sharded, largest, refuse_partial, split_like
 
 BITS = "__bits__"
 """The key under which a bool tensor is saved as packed bits."""
+SHARDED = "__mask__"
+"""The key under which a bool tensor is saved that is split over ranks, unpacked, so that it can be split again."""
 LARGEST_STEP = 2**40
 """The largest number of optimizer steps that a state may hold."""
 LARGEST_SETTING = 1e6
@@ -45,16 +48,19 @@ class Spec:
     device: torch.device = _CPU
     bounds: tuple[float, float] = (-LARGEST_WEIGHT, LARGEST_WEIGHT)
     """The range of the values of a parameter or buffer."""
+    template: Tensor | None = field(default=None, compare=False, repr=False)
+    """A tensor that is split over ranks as this one has to be; None for plain ones."""
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> Spec:
         """Of a parameter or buffer with this name; buffers may hold infinity, as attention masks do."""
         bounds = cls.bounds if isinstance(tensor, nn.Parameter) else (-math.inf, math.inf)
         bounds = _STATISTICS.get(name.rpartition(".")[2], bounds)
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.device, bounds)
+        template = tensor.detach() if is_sharded(tensor) else None
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device, bounds, template)
 
     def shaped(self, shape: tuple[int, ...]) -> Spec:
-        return replace(self, shape=shape)
+        return replace(self, shape=shape, template=self.template if shape == self.shape else None)
 
     def wide(self) -> Spec:
         """The same in float32, or in float64 if it already is."""
@@ -153,7 +159,9 @@ class Item:
 
     def shape(self) -> tuple[int, ...]:
         """The shape of a tensor, or of a packed mask without unpacking it."""
-        return self._packed()[1] if isinstance(self.value, Mapping) else tuple(self._plain().shape)
+        if isinstance(self.value, Mapping):
+            return tuple(self._split_mask().shape) if SHARDED in self.value else self._packed()[1]
+        return tuple(self._plain().shape)
 
     def tensor(self, spec: Spec, least: float = -LARGEST, most: float = LARGEST) -> Tensor:
         """A copy of a floating-point tensor with the shape of `spec` and values within bounds, in its dtype."""
@@ -162,7 +170,7 @@ class Item:
             raise GossamerError(f"{self.where}: expected shape {spec.shape}, found {tuple(found.shape)}")
         if found.dtype not in _FLOATS:
             raise GossamerError(f"{self.where}: expected floating-point numbers, found {_dtype(found)}")
-        copied = found.detach().clone().to(spec.device, spec.dtype or found.dtype)
+        copied = self._placed(found.detach(), spec).clone().to(spec.device, spec.dtype or found.dtype)
         self._check_values(copied, least, most)
         return copied
 
@@ -189,13 +197,39 @@ class Item:
 
     def mask(self, spec: Spec) -> Tensor:
         """A packed mask; its shape is compared before it is unpacked."""
+        if isinstance(self.value, Mapping) and SHARDED in self.value:
+            found = self._split_mask()
+            if tuple(found.shape) != spec.shape:
+                raise GossamerError(f"{self.where}: expected shape {spec.shape}, found {tuple(found.shape)}")
+            return self._placed(found, spec).clone()
         packed, shape = self._packed()
         if shape != spec.shape:
             raise GossamerError(f"{self.where}: expected shape {spec.shape}, found {shape}")
-        return unpack(packed).to(spec.device)
+        return self._placed(unpack(packed).to(spec.device), spec)
+
+    def _placed(self, found: Tensor, spec: Spec) -> Tensor:
+        """The tensor, split over ranks as the model is; a plain one is cut."""
+        if not is_sharded(found):
+            return found if spec.template is None else split_like(found, spec.template)
+        if spec.template is None or not distributed_alike(found, spec.template):
+            raise GossamerError(
+                f"{self.where}: is not split over ranks as the model is; read the checkpoint with "
+                "gossamer.read_distributed_state(path, model)"
+            )
+        return found
+
+    def _split_mask(self) -> Tensor:
+        found = self.fields([SHARDED])[SHARDED]._plain()
+        if found.dtype != torch.bool:
+            raise self.error("a mask of torch.bool")
+        return found
 
     def _check_values(self, found: Tensor, least: float, most: float) -> None:
-        if found.numel() and not (float(found.min()) >= least and float(found.max()) <= most):  # false for NaN
+        if is_sharded(found):
+            fits = not found.numel() or (-largest(-found) >= least and largest(found) <= most)
+        else:
+            fits = not found.numel() or (float(found.min()) >= least and float(found.max()) <= most)
+        if not fits:  # also for NaN
             raise GossamerError(
                 f"{self.where}: expected numbers from {least:g} to {most:g}, found NaN or a value out of range"
             )
@@ -211,6 +245,10 @@ class Item:
 
     def _plain(self) -> Tensor:
         """A dense tensor with all its values in memory: not sparse, quantized, expanded or on the meta device."""
+        if isinstance(self.value, Tensor) and is_sharded(self.value):
+            if refuse_partial(self.value) is not None or self.value.is_meta:
+                raise self.error("a tensor whose ranks hold its values")
+            return self.value
         if type(self.value) not in _PLAIN:
             raise self.error("a tensor")
         found = cast(Tensor, self.value)

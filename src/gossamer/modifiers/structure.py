@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
+import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from gossamer.errors import FieldError, ModifierError, Problem, nearest
 from gossamer.model import ALL_PRUNABLE, get_module, layer_path, match, named_modules, named_parameters, prunable
+from gossamer.model.distribution import is_distributed
 from gossamer.model.name_patterns import PREFIX, matching
 from gossamer.model.parameters import hint
 from gossamer.modifiers.base import (
@@ -68,7 +70,8 @@ class StructuredPruningModifier(GMPruningModifier):
         super().bind_filters(run, targets)
 
     def _units(self, run: Run, name: str) -> int:
-        return self.pattern.unit_scores(self._rows(run, name, run.weights.parameter(name).detach())).numel()
+        shape = self._rows(run, name, run.weights.parameter(name).detach()).shape
+        return self.pattern.unit_scores(torch.empty(shape, device="meta")).numel()
 
 
 class LayerPruningModifier(Modifier):
@@ -80,6 +83,8 @@ class LayerPruningModifier(Modifier):
     layers: LayerNames
 
     def bind(self, run: Run) -> list[str]:
+        if is_distributed(run.module):
+            raise ModifierError("layers cannot be taken out of a model whose parameters are split over ranks")
         check_gradients_may_vanish(run)
         names = [name for name, _ in named_modules(run.module) if name]
         matches: list[str] = []

@@ -37,6 +37,7 @@ from gossamer.model import (
     prunable,
     unwrap,
 )
+from gossamer.model.distribution import is_distributed, refuse_unsupported
 from gossamer.model.weights import duplicate
 from gossamer.modifiers import EpochRangeModifier, LevelPruningModifier, Modifier, STRPruningModifier
 from gossamer.modifiers.base import known_names
@@ -47,6 +48,7 @@ from gossamer.msbench.generated_levels import GeneratedLevels
 from gossamer.msbench.generators import MaskGenerator
 from gossamer.msbench.tracing import as_graph_module, check_leaves
 from gossamer.recipe import Recipe
+from gossamer.sparse.sharding import count
 from gossamer.validation import problems_of
 
 if TYPE_CHECKING:
@@ -138,6 +140,12 @@ class BaseScheduler:
         owner = unwrap(model)
         if sparsers.fake_sparse_modules(owner):
             raise GossamerError("prepare_sparse_model: the model is already prepared; call export_sparse_model first")
+        refuse_unsupported(model, "prepare_sparse_model")
+        if self.learns and is_distributed(model):
+            raise GossamerError(
+                f"prepare_sparse_model: {self.sparser.__name__} adds parameters, which is not supported for a model "
+                "whose parameters are split over ranks; use STRPruningModifier or ProbMaskPruningModifier in a recipe"
+            )
         if self.learns and owner is not model:
             raise GossamerError(
                 f"prepare_sparse_model: {self.sparser.__name__} adds parameters, which {type(model).__name__} around "
@@ -149,7 +157,7 @@ class BaseScheduler:
             inside = {id(parameter) for network in networks.values() for parameter in network.parameters()}
             outside = [name for name in prunable(owner) if id(get_parameter(owner, name)) not in inside]
             self.exclude = [*self.exclude, *outside]
-        elif self.uses_fx and owner is model:
+        elif self.uses_fx and owner is model and not is_distributed(model):
             prepared = as_graph_module(model, self.config.leaves)
         self.example_inputs, self.in_parts = example_inputs, networks is not None
         for scheduler in list(_schedulers):
@@ -253,7 +261,7 @@ class BaseScheduler:
         owner = self._check_copy(model, "compute_sparse_rate")
         weights = [sparsers.effective_weight(owner, name) for name in self.names]
         total = sum(weight.numel() for weight in weights)
-        return sum(weight.numel() - int(weight.count_nonzero()) for weight in weights) / max(total, 1)
+        return sum(weight.numel() - count(weight.detach()) for weight in weights) / max(total, 1)
 
     def update_sparsity_per_layer(self, model: nn.Module, sparsity_rate: float | Mapping[str, float]) -> None:
         """Prune now, to one sparsity or to one for each layer by its name."""

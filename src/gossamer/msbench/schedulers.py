@@ -17,6 +17,7 @@ from gossamer.asp import ASP, parse_calculator
 from gossamer.errors import GossamerError, Key, Problem, Problems, within
 from gossamer.io import atomic_write
 from gossamer.model import ALL_PRUNABLE, DEPTHWISE, get_parameter, layer_path, unwrap, weight_of
+from gossamer.model.distribution import gathered_weights, is_distributed
 from gossamer.modifiers import ADMMPruningModifier, Modifier, ProbMaskPruningModifier, STRPruningModifier
 from gossamer.modifiers.learned import (
     CONTROLLED,
@@ -45,6 +46,7 @@ from gossamer.quantities import (
 )
 from gossamer.recipe import Recipe
 from gossamer.sparse import fraction, interpolate, measured_sparsity, pulled
+from gossamer.sparse.sharding import count
 
 if TYPE_CHECKING:
     from gossamer.analysis.layers import LayerReport
@@ -163,7 +165,7 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         super().advance(model, iteration)
         if self.verbose:
             for name in self.names:
-                zeros = int((get_parameter(unwrap(model), name) == 0).count_nonzero())
+                zeros = count(get_parameter(unwrap(model), name).detach() == 0)
                 logger.info("iteration %d: '%s' has %d zeros", iteration, name, zeros)
         reached = self.iteration is not None and self.iteration + 1 >= self.total_iters
         if iteration + 1 >= self.total_iters and not reached:
@@ -216,12 +218,12 @@ class AmbaLevelPruneScheduler(BaseScheduler):
 
     def _save_level(self, model: nn.Module, level: int) -> None:
         """Write a checkpoint of the model at the end of a level."""
-        if self.save_dir is None or not _is_first_rank():
+        model, split = unwrap(model), is_distributed(model)
+        if self.save_dir is None or not (_is_first_rank() or split):
             return
-        model = unwrap(model)
         path = self.save_dir / f"global_sparse_rate_{self.table[level]}.pth.tar"
         try:
-            own = model.state_dict()
+            own = gathered_weights(model) if split else model.state_dict()
         except Exception as error:  # of the model's own code
             reason = f"{type(error).__name__}: {error}"
             raise GossamerError(f"{path}: the model's state_dict() fails ({reason}); set save_dir to null") from error
@@ -231,6 +233,8 @@ class AmbaLevelPruneScheduler(BaseScheduler):
             "sparse_rate": self.table[level],
             "sparsities": {layer_path(name): measured_sparsity(weight_of(model, name)) for name in self.names},
         }
+        if not _is_first_rank():
+            return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(path) as scratch:

@@ -7,7 +7,9 @@ round(N · sparsity) of all N units, unless its docstring says otherwise.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, cast
 
@@ -19,9 +21,13 @@ from torch import Tensor
 from gossamer.errors import SparsityError, within
 from gossamer.sparse.masks import refuse_nan, smallest, zero_count
 from gossamer.sparse.patterns import NM, Pattern
+from gossamer.sparse.sharding import any_sharded, is_sharded
 
 _Ascending = NDArray[np.float64]
 """Numbers of one layer, none negative, in rising order."""
+Side = Literal["left", "right"]
+_Counter = Callable[[int, Side], list[int]]
+"""How many numbers of each layer lie below (left) or up to (right) the float with these bits."""
 
 
 def uniform(shapes: Mapping[str, Sequence[int]], sparsity: float) -> dict[str, float]:
@@ -97,12 +103,17 @@ def energy(
             f"{reachable / total:.4f} of the {total} weights can go; raise the cap, exclude fewer layers, or lower "
             "the target"
         )
-    # The θ at which each weight goes, in the order in which its layer loses them.
-    leaves: list[_Ascending] = []
-    for name, score in scores.items():
-        share = max((sizes[name] / max(largest, 1)) ** slope, 1e-300)  # A steep slope must not divide by zero.
-        leaves.append(energy_removed(score, name)[: caps[name]] / share)
-    counts = _lost(leaves, list(sizes.values()), min(target, reachable))
+    # A steep slope must not divide by zero.
+    shares = {name: max((size / max(largest, 1)) ** slope, 1e-300) for name, size in sizes.items()}
+    if any_sharded(scores.values()):
+        from gossamer.sparse._energy import sharded_leaves
+
+        count_leaves = sharded_leaves(scores, shares, caps)
+    else:
+        # The θ at which each weight goes, in the order in which its layer loses them.
+        leaves = [energy_removed(score, name)[: caps[name]] / shares[name] for name, score in scores.items()]
+        count_leaves = partial(_counts, leaves)
+    counts = _lost(count_leaves, list(sizes.values()), min(target, reachable))
     return {name: count / max(sizes[name], 1) for name, count in zip(sizes, counts, strict=True)}
 
 
@@ -244,14 +255,55 @@ def global_masks(
             raise SparsityError(f"{pattern} does not fit {name}: {reason}")
     if isinstance(pattern, NM) and pattern.reached(sparsity):
         _refuse_below(pattern.sparsity, cap)
-        return {name: pattern.mask(score, sparsity) for name, score in scores.items()}
+        return layer_masks(scores, pattern, dict.fromkeys(scores, sparsity))
+    if any_sharded(scores.values()):
+        from gossamer.sparse import _sharded
+
+        return _sharded.joint_masks(
+            scores, pattern, lambda size: zero_count(size, sparsity), lambda sizes: within_reach(sizes, sparsity, cap)
+        )
     units = {name: pattern.unit_scores(score) for name, score in scores.items()}
+    bounds = within_reach({name: part.numel() for name, part in units.items()}, sparsity, cap)
+    kept = select_units(units, lambda size: zero_count(size, sparsity), bounds)
+    return {name: pattern.expand(part.to(scores[name].device), scores[name].shape) for name, part in kept.items()}
+
+
+def layer_masks(scores: Mapping[str, Tensor], pattern: Pattern, sparsity: Mapping[str, float]) -> dict[str, Tensor]:
+    """The mask of each layer for its own sparsity."""
+    if any_sharded(scores.values()):
+        from gossamer.sparse import _sharded
+
+        return _sharded.layer_masks(scores, pattern, sparsity)
+    return {name: pattern.mask(score, sparsity[name]) for name, score in scores.items()}
+
+
+def unit_vector(pattern: Pattern, scores: Tensor) -> Tensor:
+    """`pattern.unit_scores` of filters or channels, on all ranks."""
+    if is_sharded(scores):
+        from gossamer.sparse import _sharded
+
+        return _sharded.unit_vector(scores, pattern)
+    return pattern.unit_scores(scores)
+
+
+def expand_units(pattern: Pattern, units: Tensor, template: Tensor) -> Tensor:
+    """`pattern.expand` of filters or channels, distributed as `template` is."""
+    if is_sharded(template):
+        from gossamer.sparse import _sharded
+
+        return _sharded.expand_units(pattern, units, template)
+    return pattern.expand(units, template.shape)
+
+
+def select_units(
+    units: Mapping[str, Tensor], zeros_of: Callable[[int], int], bounds: Mapping[str, int]
+) -> dict[str, Tensor]:
+    """True at the units that one threshold over all layers keeps, flat."""
     if not units:
         return {}
-    bounds = within_reach({name: part.numel() for name, part in units.items()}, sparsity, cap)
     first = next(iter(units.values()))
     together = torch.cat([part.to(first.device) for part in units.values()])
-    zeros = zero_count(together.numel(), sparsity)
+    zeros = zeros_of(together.numel())
     if all(bounds[name] == part.numel() for name, part in units.items()):
         keep = smallest(together, zeros).logical_not_()
     else:
@@ -260,10 +312,7 @@ def global_masks(
         keep = torch.ones_like(eligible)
         keep[eligible] = smallest(together[eligible], zeros).logical_not_()
     parts = cast(Sequence[Tensor], keep.split([part.numel() for part in units.values()]))
-    return {
-        name: pattern.expand(part.to(scores[name].device), scores[name].shape)
-        for name, part in zip(units, parts, strict=True)
-    }
+    return dict(zip(units, parts, strict=True))
 
 
 def within_reach(units: Mapping[str, int], sparsity: float, cap: float | Mapping[str, float]) -> dict[str, int]:
@@ -311,19 +360,34 @@ def most_zeros(size: int, cap: float) -> int:
 def energy_removed(scores: Tensor, name: str | None = None) -> _Ascending:
     """The share of the layer's energy that its 1, 2, … N smallest scores hold, in float64.
 
-    Scores are measured in the largest one first, so that no square overflows
-    and a layer's scale does not matter. Sums run on the CPU, where they have
-    one order.
+    Scores are measured in the largest one first, so that no square overflows and a layer's scale does not matter.
+    Squares are summed as whole numbers of 62 bits, whose sums do not depend on their order.
     """
     with within(*([] if name is None else [name])):
         refuse_nan(scores)
     sorted_scores = _sorted(scores.detach().reshape(-1).abs())
     if not sorted_scores.size or sorted_scores[-1] == 0:
         return np.zeros(sorted_scores.size)
-    with np.errstate(invalid="ignore"):  # ∞ / ∞: beside infinite scores the finite ones hold nothing.
-        relative = np.nan_to_num(sorted_scores / sorted_scores[-1], nan=1.0)
-    sums = np.cumsum(np.square(relative))
+    sums = energy_sum(*(np.cumsum(part) for part in energy_parts(sorted_scores, float(sorted_scores[-1]))))
     return sums / sums[-1]
+
+
+_LIMB = 31
+"""The bits of each of the two whole numbers that a square is stored in, so that 2³² of them can be added."""
+
+
+def energy_parts(scores: _Ascending, largest: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Squares of scores relative to the largest, as whole numbers: the high and the low bits."""
+    with np.errstate(invalid="ignore"):  # ∞ / ∞: beside infinite scores the finite ones hold nothing.
+        relative = np.nan_to_num(scores / largest, nan=1.0)
+    scaled = np.ldexp(np.square(relative), _LIMB)
+    high = np.floor(scaled)
+    return high.astype(np.int64), np.floor(np.ldexp(scaled - high, _LIMB)).astype(np.int64)
+
+
+def energy_sum(high: Any, low: Any) -> Any:
+    """Sums of the high and of the low bits as floating-point numbers."""
+    return np.ldexp(np.asarray(high, np.float64), -_LIMB) + np.ldexp(np.asarray(low, np.float64), -2 * _LIMB)
 
 
 def _sorted(magnitudes: Tensor) -> _Ascending:
@@ -335,12 +399,20 @@ def _sorted(magnitudes: Tensor) -> _Ascending:
     return ordered.astype(np.float64)
 
 
-def _lost(leaves: Sequence[_Ascending], sizes: Sequence[int], total: int) -> list[int]:
+def _lost(count_leaves: _Counter, sizes: Sequence[int], total: int) -> list[int]:
     """How many weights each layer loses when the first `total` are removed; ties as in `energy`."""
-    below, upto = _bracket(leaves, total)
-    tied = [np.arange(first + 1, last + 1) / size for first, last, size in zip(below, upto, sizes, strict=True)]
+    below, upto = _bracket(count_leaves, total)
+
+    def count_tied(bits: int, side: Side) -> list[int]:
+        """Of the sparsities that tied weights bring their layer to."""
+        threshold, find = float(np.int64(bits).view(np.float64)), bisect_right if side == "right" else bisect_left
+        return [
+            find(range(first + 1, last + 1), threshold, key=lambda number, size=size: number / size)
+            for first, last, size in zip(below, upto, sizes, strict=True)
+        ]
+
     missing = total - sum(below)
-    before, at = _bracket(tied, missing)
+    before, at = _bracket(count_tied, missing)
     missing -= sum(before)
     counts: list[int] = []
     for sure, first, last in zip(below, before, at, strict=True):
@@ -350,7 +422,7 @@ def _lost(leaves: Sequence[_Ascending], sizes: Sequence[int], total: int) -> lis
     return counts
 
 
-def _bracket(layers: Sequence[_Ascending], count: int) -> tuple[list[int], list[int]]:
+def _bracket(count_leaves: _Counter, count: int) -> tuple[list[int], list[int]]:
     """How many numbers of each layer lie below, and up to, the `count`-th smallest of all.
 
     Floats that are not negative have the order of their bits read as whole
@@ -359,14 +431,14 @@ def _bracket(layers: Sequence[_Ascending], count: int) -> tuple[list[int], list[
     low, high = 0, int(np.float64(np.inf).view(np.int64))
     while low < high:
         middle = (low + high) // 2
-        if sum(_counts(layers, middle, "right")) >= count:
+        if sum(count_leaves(middle, "right")) >= count:
             high = middle
         else:
             low = middle + 1
-    return _counts(layers, low, "left"), _counts(layers, low, "right")
+    return count_leaves(low, "left"), count_leaves(low, "right")
 
 
-def _counts(layers: Sequence[_Ascending], bits: int, side: Literal["left", "right"]) -> list[int]:
+def _counts(layers: Sequence[_Ascending], bits: int, side: Side) -> list[int]:
     threshold = np.int64(bits).view(np.float64)
     return [int(np.searchsorted(layer, threshold, side=side)) for layer in layers]
 

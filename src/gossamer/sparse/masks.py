@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from gossamer.errors import SparsityError
 from gossamer.sparse._compiled import compiled
+from gossamer.sparse.sharding import count as count_nonzero
+from gossamer.sparse.sharding import is_sharded, local
 
 _KERNEL_FROM = 4096
 """Below this many elements a kernel is not worth compiling."""
@@ -41,15 +43,21 @@ def measured_sparsity(weight: Tensor) -> float:
     >>> measured_sparsity(torch.tensor([0.0, 1.0])), measured_sparsity(torch.empty(0))
     (0.5, 0.0)
     """
-    return int((weight.detach() == 0).count_nonzero()) / max(weight.numel(), 1)
+    return count_nonzero(weight.detach() == 0) / max(weight.numel(), 1)
 
 
 def smallest(scores: Tensor, count: int) -> Tensor:
     """True at the `count` smallest of the flat `scores`; of equals, the lower index is spared.
 
+    A distributed tensor may have any shape: its elements are numbered as those of the whole tensor.
+
     >>> smallest(torch.tensor([1.0, 1.0, 0.0, 1.0]), 2)
     tensor([False, False,  True,  True])
     """
+    if is_sharded(scores):
+        from gossamer.sparse import _sharded
+
+        return _sharded.smallest_of(scores, count)
     if 0 < count < scores.numel() and scores.is_cpu and scores.numel() >= _KERNEL_FROM:
         wide = scores.detach() if scores.dtype in _WIDE else scores.detach().float()
         chosen = torch.empty_like(scores, dtype=torch.bool, memory_format=torch.contiguous_format)
@@ -69,7 +77,11 @@ def smallest(scores: Tensor, count: int) -> Tensor:
 
 
 def refuse_nan(scores: Tensor) -> None:
-    """Raise `SparsityError` when a score is NaN (one pass, no copy)."""
+    """Raise `SparsityError` when a score is NaN (one pass, no copy), on all ranks if one has it."""
+    if is_sharded(scores):
+        if nans := count_nonzero(scores.isnan()):
+            raise SparsityError(f"{nans} of {scores.numel()} scores are NaN and cannot rank")
+        return
     if scores.numel() and bool(scores.aminmax().max.isnan()):
         raise SparsityError(f"{int(scores.isnan().count_nonzero())} of {scores.numel()} scores are NaN and cannot rank")
 
@@ -176,7 +188,11 @@ _PLAIN = (nn.Parameter, Tensor)
 
 
 def zero_where(weight: Tensor, zeros: Tensor) -> None:
-    """Set `weight` to +0.0 in place wherever `zeros` is True."""
+    """Set `weight` to +0.0 in place wherever `zeros` is True; on this rank's part, if both are distributed."""
+    if is_sharded(weight):
+        zero_where(local(weight), local(zeros))
+        torch.autograd.graph.increment_version(weight)
+        return
     size = weight.numel()
     if size >= _KERNEL_FROM and weight.is_cpu and _flat_alike(weight, zeros):
         # Addresses, because making numpy arrays of two tensors takes several times as long as a small fill.

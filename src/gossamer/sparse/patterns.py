@@ -29,6 +29,7 @@ from gossamer.sparse._nm import (
     rank_by_torch,
 )
 from gossamer.sparse.masks import refuse_nan, smallest, zero_count
+from gossamer.sparse.sharding import is_sharded
 
 
 class Pattern(ABC):
@@ -49,12 +50,20 @@ class Pattern(ABC):
     def mask(self, scores: Tensor, sparsity: float) -> Tensor:
         """The mask that zeroes exactly round(units · sparsity) units of the lowest scores."""
         self._check(scores.shape)
+        if is_sharded(scores):
+            from gossamer.sparse import _sharded
+
+            return _sharded.layer_masks({"": scores}, self, {"": sparsity})[""]
         units = self.unit_scores(scores)
         zeros = smallest(units, zero_count(units.numel(), sparsity))
         return self.expand(zeros.logical_not_(), scores.shape)
 
     def violations(self, weight: Tensor) -> int:
         """How many units of the weight break the pattern."""
+        if is_sharded(weight):
+            from gossamer.sparse import _sharded
+
+            return _sharded.violations(weight, self)
         share = self.unit_scores((weight == 0).double())
         return int(((share > 0) & (share < 1)).count_nonzero())
 
@@ -184,16 +193,26 @@ class NM(Pattern):
         if not self.reached(sparsity):
             return super().mask(scores, sparsity)
         self._check(scores.shape)
-        return self._keep(scores.detach(), signed=True)
+        return self.keep_best(scores.detach(), signed=True)
 
     def keep_largest(self, weight: Tensor) -> Tensor:
         """The full pattern's mask of the largest magnitudes of a weight."""
         self._check(weight.shape)
-        return self._keep(weight.detach(), signed=False)
+        return self.keep_best(weight.detach(), signed=False)
+
+    def keep_best(self, scores: Tensor, signed: bool) -> Tensor:
+        """The full pattern's mask of the highest scores, or of the largest magnitudes."""
+        if is_sharded(scores):
+            from gossamer.sparse import _sharded
+
+            return _sharded.full_mask(scores, self, signed)
+        return self._keep(scores, signed)
 
     def violations(self, weight: Tensor) -> int:
         """How many groups hold more than `n` weights."""
         self._check(weight.shape)
+        if is_sharded(weight):
+            return super().violations(weight)
         return int(((self._groups(weight) != 0).sum(dim=2) > self.n).count_nonzero())
 
     def _keep(self, scores: Tensor, signed: bool) -> Tensor:
@@ -249,6 +268,8 @@ class NM2d(NM):
     def violations(self, weight: Tensor) -> int:
         """How many rows and columns of tiles hold more than `n` weights."""
         self._check(weight.shape)
+        if is_sharded(weight):
+            return super().violations(weight)
         kept = self._tiles(weight) != 0
         return sum(int((kept.sum(dim=side) > self.n).count_nonzero()) for side in (1, 3))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from gossamer.errors import SparsityError
 from gossamer.sparse.allocation import global_masks
 from gossamer.sparse.patterns import Unstructured
+from gossamer.sparse.sharding import Part, any_sharded, counts, is_sharded, largest, like, total
 
 BORDER = 1e-6
 """How close to 0 and 1 a probability counts as it is; its logit is finite there."""
@@ -23,6 +24,8 @@ _RESOLUTION = 2.0**-24
 """How exactly a shift is found: the spacing of float32 below 1."""
 _FIRST_PULL, _LARGEST_PULL = 2.0**-8, 64.0
 """The smallest and the largest strength that are tried in search of a bracket."""
+_DRAWN = 1 << 20
+"""How many random numbers are drawn at a time, of which a rank keeps its own."""
 _MARGIN = 2.0**-7
 """How far below the largest magnitude of a layer a threshold stays, as a share of it; also in bfloat16."""
 _SLACK = 2.0**-40
@@ -47,7 +50,7 @@ def threshold_gradient(weight: Tensor, gradient: Tensor, s: Tensor) -> Tensor:
     part of the backward pass.
     """
     slope = torch.sigmoid(s)
-    return -slope * (1 - slope) * (weight.sign() * gradient).sum(dtype=s.dtype)
+    return -slope * (1 - slope) * total(weight.detach().sign() * gradient.detach(), s.dtype)
 
 
 def pulled(weights: Mapping[str, Tensor], thresholds: Mapping[str, Tensor], strength: float) -> dict[str, Tensor]:
@@ -65,8 +68,11 @@ def _moved(s: Tensor, strength: float, highest: Tensor) -> Tensor:
 
 def _highest(magnitude: Tensor, s: Tensor) -> Tensor:
     """The s whose threshold lies just below the largest magnitude."""
-    largest = magnitude.max().to(s) if magnitude.numel() else torch.ones_like(s)
-    return (largest * (1 - _MARGIN)).logit(_RESOLUTION)
+    if is_sharded(magnitude):
+        top = torch.full_like(s, largest(magnitude))
+    else:
+        top = magnitude.max().to(s) if magnitude.numel() else torch.ones_like(s)
+    return (top * (1 - _MARGIN)).logit(_RESOLUTION)
 
 
 def threshold_pull(
@@ -87,9 +93,11 @@ def threshold_pull(
 
     def count(strength: float) -> int:
         moved = {name: _moved(thresholds[name], strength, highest[name]).sigmoid() for name in magnitudes}
-        counts = [(m <= moved[name].to(m.dtype)).sum() for name, m in magnitudes.items()]
+        if any_sharded(magnitudes.values()):
+            return sum(counts([m <= moved[name].to(m.dtype) for name, m in magnitudes.items()]))
+        found = [(m <= moved[name].to(m.dtype)).sum() for name, m in magnitudes.items()]
         # One exchange with a GPU, not one for each layer.
-        return int(torch.stack([count.to(counts[0].device) for count in counts]).sum()) if counts else 0
+        return int(torch.stack([count.to(found[0].device) for count in found]).sum()) if found else 0
 
     now = count(0.0)
     zeros = min(max(now, least), most)
@@ -158,9 +166,35 @@ def logistic_noise(
 
     It comes from a generator of its own: the global random state is neither read nor moved.
     """
-    key = blake2b(f"{seed}/{step}/{index}".encode(), digest_size=8).digest()
-    generator = torch.Generator(device).manual_seed(int.from_bytes(key, "big") >> 1)
+    generator = _generator(seed, step, index, device)
     return torch.rand(tuple(shape), generator=generator, device=device).logit_(_RESOLUTION)
+
+
+def logistic_noise_like(p: Tensor, seed: int, step: int, index: int) -> Tensor:
+    """`logistic_noise` of the shape of `p`; each rank keeps its own part of it."""
+    if not is_sharded(p):
+        return logistic_noise(p.shape, seed, step, index, p.device)
+    part = Part.of(p)
+    generator = _generator(seed, step, index, part.values.device)
+    first, length = part.rows()
+    starts, own = cast(list[int], first.tolist()), torch.empty(part.values.numel(), device=part.values.device)
+    size, at, row = p.numel(), 0, 0
+    while at < size and row < len(starts) and length:
+        drawn = torch.rand(min(_DRAWN, size - at), generator=generator, device=own.device)
+        while row < len(starts) and starts[row] < at + len(drawn):
+            begin, end = max(starts[row], at), min(starts[row] + length, at + len(drawn))
+            place = row * length + begin - starts[row]
+            own[place : place + end - begin] = drawn[begin - at : end - at]
+            if starts[row] + length > at + len(drawn):
+                break
+            row += 1
+        at += len(drawn)
+    return like(own.logit_(_RESOLUTION).reshape(part.values.shape), p)
+
+
+def _generator(seed: int, step: int, index: int, device: torch.device | str) -> torch.Generator:
+    key = blake2b(f"{seed}/{step}/{index}".encode(), digest_size=8).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(key, "big") >> 1)
 
 
 def project(probabilities: Mapping[str, Tensor], budget: float) -> float:
@@ -173,7 +207,7 @@ def project(probabilities: Mapping[str, Tensor], budget: float) -> float:
     >>> round(project(p, 1.0), 6), float(p["a"][1])
     (0.375, 0.0)
     """
-    if not all(bool(p.isfinite().all()) for p in probabilities.values()):
+    if any(counts([~p.isfinite() for p in probabilities.values()])):
         raise SparsityError("probabilities are NaN or infinite: training diverged; lower the learning rate")
     total = _Sum.at(probabilities, 0.0)
     shift = 0.0 if total.value <= budget else _smallest_shift(probabilities, total, max(budget, 0.0) * (1 - _SLACK))
@@ -188,8 +222,8 @@ def hard_masks(probabilities: Mapping[str, Tensor], sparsity: float) -> dict[str
 
 
 def _relative(magnitude: Tensor) -> Tensor:
-    largest = float(magnitude.max()) if magnitude.numel() else 0.0
-    return torch.ones_like(magnitude) if largest == 0 else magnitude / largest
+    top = largest(magnitude) if magnitude.numel() else 0.0
+    return torch.ones_like(magnitude) if top == 0 else magnitude / top
 
 
 def _inside(p: Tensor) -> Tensor:
@@ -209,15 +243,15 @@ class _Sum(NamedTuple):
         for p in probabilities.values():
             moved = p - shift
             positive = moved > 0
-            falling += int((positive & (moved <= 1)).count_nonzero())
-            rising += int((positive & (moved < 1)).count_nonzero())
-            value += float(moved.clamp_(0, 1).sum(dtype=torch.float64))
+            below, under = counts([positive & (moved <= 1), positive & (moved < 1)])
+            falling, rising = falling + below, rising + under
+            value += float(total(moved.clamp_(0, 1), torch.float64))
         return cls(value, falling, rising)
 
 
 def _smallest_shift(probabilities: Mapping[str, Tensor], below: _Sum, budget: float) -> float:
     """Bisection, by Newton's step where that halves the bracket: the sum is piecewise linear in the shift."""
-    low, high = 0.0, max(float(p.max()) for p in probabilities.values() if p.numel())
+    low, high = 0.0, max(largest(p) for p in probabilities.values() if p.numel())
     newton = True
     while high - low > _RESOLUTION:
         width = high - low

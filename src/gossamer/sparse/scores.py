@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gossamer.errors import SparsityError, nearest
+from gossamer.sparse.sharding import is_sharded
 
 
 def magnitude(weight: Tensor) -> Tensor:
@@ -40,7 +41,11 @@ FilterKind = Literal["l2", "fpgm_l1", "fpgm_l2", "fpgm_cos", "nuclear"]
 
 
 def filter_scores(weight: Tensor, kind: FilterKind) -> Tensor:
-    """The score of that name for each filter of `(out, in, *kernel)`, in float64."""
+    """The score of that name for each filter of `(out, in, *kernel)`, in float64; a plain vector on all ranks."""
+    if is_sharded(weight):
+        from gossamer.sparse import _sharded
+
+        return _sharded.filter_scores(weight, kind)
     match kind:
         case "l2":
             return filter_norm(weight, 2)
@@ -150,10 +155,11 @@ class BlockFisher:
     float64 for a float64 weight.
     """
 
-    def __init__(self, weight: Tensor, block_size: int | None, gradients: int) -> None:
+    def __init__(self, weight: Tensor, block_size: int | None, gradients: int, *, whole: int | None = None) -> None:
+        """`whole`: the number of weights of which these are some blocks."""
         self.count = 0
         self.weights = weight.numel()
-        block = max(1, min(block_size or self.weights, self.weights))
+        block = max(1, min(block_size or self.weights, whole or self.weights))
         blocks = -(-self.weights // block)
         dtype = torch.promote_types(weight.dtype, torch.float32)
         summed = gradients >= block

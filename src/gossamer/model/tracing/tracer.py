@@ -27,9 +27,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gossamer.errors import GossamerError, Problem
+from gossamer.model.distribution import without_communication
 from gossamer.model.example_inputs import Arguments
 from gossamer.model.parameters import named_state, own_tensors, unwrap
 from gossamer.model.preserve import preserved
+from gossamer.sparse.sharding import is_sharded
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 """What a model raises on fake tensors when its control flow or its shapes depend on values."""
@@ -94,6 +96,7 @@ class Tracer:
             stack.enter_context(preserved(self.module, self._inputs))
             if self.fake is not None:
                 stack.enter_context(_failures_not_logged())
+                stack.enter_context(without_communication(self.module))
             for name, child in cast(Iterator[tuple[str, nn.Module]], self.module.named_modules()):
                 if not isinstance(child, torch.jit.ScriptModule):
                     self._observe_calls(stack, name, child)
@@ -149,6 +152,9 @@ class Tracer:
         """A stand-in for a parameter or buffer, with a storage of its own."""
         if self.fake is None:
             return tensor.detach().clone()
+        with self.fake:
+            if is_sharded(tensor):  # the whole weight, as the layer computes with it
+                return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         fake = self.fake.from_tensor(tensor.detach())
         with self.fake:
             return fake.clone()

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from gossamer.errors import GossamerError, ModifierError, first_line, nearest
 from gossamer.model import unwrap
 from gossamer.model.additions import remove_substitutions, uncompiled
+from gossamer.model.distribution import fully_sharded, reshard
 from gossamer.model.parameters import named_state
 from gossamer.model.weights import duplicate
 from gossamer.modifiers.distillation.outputs import replaced, tensors
@@ -57,6 +58,7 @@ class Teacher:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Weights and buffers of a copy, by name; part of the run's state, because the copy exists nowhere else."""
+        reshard(self.module)
         return {name: tensor.detach() for name, tensor in named_state(self.module)}
 
     def load_state(self, saved: Mapping[str, Tensor] | None, needed: bool, model: nn.Module) -> list[str]:
@@ -149,7 +151,12 @@ def frozen_copy(module: nn.Module) -> nn.Module:
 
     inner = unwrap(module)
     try:
-        copy = duplicate(inner)
+        if fully_sharded(inner):
+            from gossamer.model.sharded_copy import sharded_copy
+
+            copy = sharded_copy(inner)
+        else:
+            copy = duplicate(inner)
     except Exception as error:
         raise GossamerError(
             f"distillation_teacher: the model cannot be copied to be its own teacher ({first_line(error)}); "
