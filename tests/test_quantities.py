@@ -18,7 +18,8 @@ from gossamer.quantities import Values
 from gossamer.runner.config import schema
 
 CHECKED_ELSEWHERE = {
-    "mask_type": "parse_pattern", "param_groups": "the optimizer's groups", "lr_kwargs": "by key",
+    "mask_type": "parse_pattern", "mask_structure": "parse_pattern", "param_groups": "the optimizer's groups",
+    "lr_kwargs": "by key",
     "val": "Values", "init_val": "Values", "final_val": "Values", "distill_output_keys": "the model's outputs",
 }  # fmt: skip
 MODELS: list[type[BaseModel]] = [

@@ -51,5 +51,5 @@ def test_what_is_not_supported_is_refused_when_the_recipe_is_attached() -> None:
 def test_a_model_on_the_meta_device_is_refused_without_ranks() -> None:
     with torch.device("meta"):
         empty = nn.Sequential(nn.Linear(8, 8))
-    with pytest.raises(GossamerError, match="materialize the model"):
+    with pytest.raises(GossamerError, match="it is on the meta device and has no values"):
         Manager(GMP % "").modify(empty, sgd(empty), 4)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
 from gossamer.analysis.hardware import layers_of
 from gossamer.asp import ASP
-from gossamer.errors import GossamerError
 from gossamer.export import save
 from gossamer.export.load import load
-from gossamer.model import left_dense, prunable
+from gossamer.model import prunable
 from gossamer.model.counting import macs
 from gossamer.sparse import NM
 from tests.odd_models.architectures import built
@@ -88,25 +86,3 @@ def test_a_class_that_only_has_the_name_of_conv1d_is_no_linear_layer() -> None:
     strange = type("Conv1D", (nn.Module,), {})()
     strange.weight = nn.Parameter(torch.randn(4))
     assert prunable(nn.Sequential(strange)) == []
-
-
-def test_a_weight_that_is_distributed_is_left_dense_with_the_reason() -> None:
-    distributed = torch.distributed
-    if not distributed.is_available():
-        pytest.skip("torch was built without torch.distributed")
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-        mesh = init_device_mesh("cpu", (1,))
-        model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Replicate()]))
-        assert left_dense(model) == {
-            "0.weight": "it is a DTensor and no plain tensor; prune the model before it is converted"
-        }
-        ASP.init_model_for_pruning(model, verbosity=0, allowed_layer_names=["0"])
-        with pytest.raises(GossamerError, match="it is a DTensor"):
-            ASP.compute_sparse_masks(model)
-    finally:
-        distributed.destroy_process_group()

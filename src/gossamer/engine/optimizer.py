@@ -47,8 +47,9 @@ def only_initializes(optimizer: torch.optim.Optimizer) -> bool:
     """
     if optimizer.state or any(float(group.get("lr", 1.0)) != 0 for group in optimizer.param_groups):
         return False
-    held = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
-    return not any(counts([gradient for gradient in held if gradient is not None]))
+    trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+    gradients = [one.grad for one in trained if one.grad is not None]
+    return len(gradients) == len(trained) > 0 and not any(counts(gradients))
 
 
 def restore_group_options(optimizer: torch.optim.Optimizer | None, saved: Sequence[Mapping[str, float]]) -> None:

@@ -69,9 +69,9 @@ def refuse_unsupported(module: nn.Module, call: str) -> None:
 
 
 def refuse_meta(module: nn.Module, call: str) -> None:
-    """Raise for parameters without values, which `fully_shard` may leave on the meta device."""
+    """Raise for sharded parameters without values, which `fully_shard` may leave on the meta device."""
     for name, parameter in named_parameters(module):
-        if parameter.is_meta:
+        if parameter.is_meta and is_sharded(parameter):
             raise GossamerError(
                 f"{call}: '{name}' is on the meta device and has no values; first materialize the model, with "
                 "model.to_empty(device=...), and load or initialize its weights"
