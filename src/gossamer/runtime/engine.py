@@ -25,7 +25,7 @@ from gossamer.runtime.attention import with_attention
 from gossamer.runtime.decoding_operators import STATE
 from gossamer.runtime.evaluate import call_operator
 from gossamer.runtime.file import load_plan, save_plan
-from gossamer.runtime.formulas import with_formulas, with_linear_layers
+from gossamer.runtime.formulas import with_computed_weights, with_formulas, with_linear_layers
 from gossamer.runtime.graph import (
     Attention,
     CachedAttention,
@@ -86,13 +86,15 @@ def compile(
         raise GossamerError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
     if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
         raise GossamerError("example_inputs: expected a tensor, or a tuple or mapping of arguments with a tensor")
+    if tuned not in (True, False, "again"):
+        raise GossamerError(f"tuned: expected True, False or 'again', found {tuned!r}")
     if weight_dtype not in (torch.float32, torch.bfloat16):
         raise GossamerError(f"weight_dtype: expected torch.float32 or torch.bfloat16, found {weight_dtype}")
     training = [module for module in model.modules() if module.training]
     progress("tracing the model", 0.0)
     try:
         with _tracing, torch.no_grad():
-            traced = with_rotary(with_linear_layers(trace(model.eval(), args, kwargs)))
+            traced = with_rotary(with_linear_layers(with_computed_weights(trace(model.eval(), args, kwargs))))
             graph = simplify(with_formulas(with_attention(traced)))
             if weight_dtype == torch.bfloat16:
                 round_weights(graph)

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from gossamer.runtime.evaluate import call_operator, is_repeatable
 from gossamer.runtime.graph import Graph, Node, Ref, without_unused
 
 _MULTIPLY = ("aten.mul.Tensor", "aten.mul.Scalar")
@@ -17,6 +18,40 @@ _SUBTRACT = ("onnx.Sub", "aten.sub.Tensor")
 _DIVIDE = ("onnx.Div", "aten.div.Tensor", "aten.div.Scalar")
 _POWER = ("onnx.Pow", "aten.pow.Tensor_Scalar")
 _ROOT = ("onnx.Sqrt", "aten.sqrt.default")
+
+
+def with_computed_weights(graph: Graph) -> Graph:
+    """Weights that the model computes from its parameters in every call, as constants.
+
+    The hooks of `torch.nn.utils.prune` multiply by a mask, parametrizations and weight norm compute more.
+    """
+    nodes, constants = {node.output: node for node in graph.nodes}, dict(graph.constants)
+
+    def computed(name: str) -> bool:
+        """Whether a value follows from constants alone; it is one then."""
+        node = nodes.get(name)
+        if name in constants or node is None:
+            return name in constants
+        if not node.inputs or not is_repeatable(node) or not all(computed(source) for source in node.inputs):
+            return False
+        value = call_operator(node, lambda arg: _constant(arg, constants))
+        constants[name] = value
+        origins = [graph.origins.get(source, source) for source in node.inputs]
+        graph.origins[name] = next((one for one in origins if one.endswith("_orig")), origins[0]).removesuffix("_orig")
+        return True
+
+    layers = [node for node in graph.nodes if node.op in ("aten.conv2d.default", "aten.linear.default")]
+    for name in (name for node in layers for name in node.inputs):
+        computed(name)
+    held = {name: value for name, value in constants.items() if isinstance(value, Tensor)}
+    left = [node for node in graph.nodes if node.output not in held]
+    return without_unused(replace(graph, nodes=left, constants=held))
+
+
+def _constant(arg: Any, constants: Mapping[str, Any]) -> Any:
+    if isinstance(arg, Ref):
+        return constants[arg.name]
+    return [_constant(item, constants) for item in cast(tuple[Any, ...], arg)] if isinstance(arg, tuple) else arg
 
 
 def with_linear_layers(graph: Graph) -> Graph:

@@ -7,6 +7,7 @@ their own: batch norm is folded, and an addition and an activation that follow a
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -177,7 +178,9 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | N
     dynamic = pytree.tree_unflatten([_dynamic(leaf) for leaf in leaves], spec)
     args, kwargs = pytree.tree_unflatten([_doubled(leaf) for leaf in leaves], spec)
     shapes = _by_name(model, *dynamic) if kwargs else dynamic[0]
-    program = functional(torch.export.export(model, args, kwargs, dynamic_shapes=shapes))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The tensor attributes")  # weights that hooks compute, as of pruning
+        program = functional(torch.export.export(model, args, kwargs, dynamic_shapes=shapes))
     signature = program.graph_signature
     sources: dict[str, str] = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     sources |= dict(signature.inputs_to_lifted_tensor_constants)
