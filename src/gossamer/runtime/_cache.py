@@ -24,7 +24,7 @@ def cache_folder(name: str) -> Path | None:
     folder = Path(base) / "gossamer" / name
     with suppress(OSError, RuntimeError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return folder if _is_private(folder.lstat(), stat.S_ISDIR) and os.access(folder, os.W_OK) else None
+        return folder if _is_private(folder.lstat(), stat.S_ISDIR) else None
     return None
 
 
@@ -42,6 +42,8 @@ def read_cached(path: Path) -> bytes | None:
 
 def write_cached(path: Path, content: bytes) -> None:
     """Write a file if that is possible."""
+    if not os.access(path.parent, os.W_OK):
+        return
     with suppress(OSError), atomic_write(path, mode=0o600) as scratch:
         scratch.write_bytes(_digest(path.name, content) + content)
 
